@@ -1,5 +1,4 @@
-"""Communication hooks that send gradients in 16 or 8 bits per value, and add rounding errors to later
-gradients.
+"""Communication hooks that send gradients in 16 or 8 bits per value, with error feedback.
 
     model.register_comm_hook(EightBitCompression(), eight_bit_hook)
 

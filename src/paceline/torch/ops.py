@@ -60,7 +60,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
     def has_values(self, tensor: torch.Tensor) -> bool:
         try:
             return tensor.device.type in ("cpu", "cuda") and is_plain(tensor)
-        except RuntimeError:  # it stands for other tensors, as in vmap
+        except RuntimeError:  # a wrapper of other tensors, as in vmap
             return False
 
     def random_state(self) -> object:
@@ -75,7 +75,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
         return extent(tensor)
 
     def data(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.data  # counts its writes by itself, and not with the parameter's
+        return tensor.data  # has a version counter of its own, not the parameter's
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided((tensor.numel(),), (1,))
@@ -123,7 +123,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
     def buffer_at(
         self, plan: Plan, parameters: Sequence[torch.Tensor], pointer: int, owner: object
     ) -> GradientBuffer[torch.Tensor]:
-        """Every view keeps `owner` alive, which keeps it mapped."""
+        """Every view keeps `owner` alive, which keeps the memory mapped."""
         memory = (ctypes.c_char * max(1, plan.buffer_bytes)).from_address(pointer)
         memory.owner = owner  # type: ignore[attr-defined]
         sections = []
@@ -147,7 +147,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
         parameters: Sequence[torch.Tensor],
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> GradientBuffer[torch.Tensor]:
-        """Another order of the same parameters has sections of the same sizes, so their memory is kept."""
+        """Another order of the same parameters has sections of the same sizes, so their memory is reused."""
         if instead_of is not None:
             before = zip(instead_of.plan.sections, instead_of.sections)
             kinds = {(section.dtype, section.device): memory for section, memory in before}
@@ -200,7 +200,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
             plain, pointer = tensor.detach(), tensor.data_ptr()
             if plain.is_floating_point() and plain.itemsize < 4:
                 plain = plain.float()
-            elif pointer in taken or not pointer:  # behind an addition, say; 0: torch's zero tensors
+            elif pointer in taken or not pointer:  # shared, as behind an addition; 0: torch's zero tensors
                 plain = plain.clone() if pointer else torch.zeros_like(plain)
             taken.add(pointer)
             sums.append(plain)
@@ -225,7 +225,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
     def average_buffers(
         self, communicator: Communicator[torch.Tensor], buffers: Sequence[torch.Tensor], active: Sequence[int]
     ) -> None:
-        """In one sum for each device and dtype. `WrittenBuffers` lets autograd know."""
+        """One sum for each device and dtype. `WrittenBuffers` sets the buffers' versions for autograd."""
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for buffer in plain_tensors(buffers):
             wide = torch.float64 if buffer.dtype is torch.float64 else torch.float32
@@ -282,7 +282,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
         return tensor.detach().to(parameter.device).contiguous()
 
     def kept_copy(self, value: Any, parameter: torch.Tensor) -> Any:
-        """On the CPU; what has the parameter's shape is laid out as zeros_like() would."""
+        """A copy on the CPU; a tensor of the parameter's shape gets the layout of zeros_like()."""
         if isinstance(value, torch.Tensor):
             if value.shape != parameter.shape:
                 return value.cpu().clone()
@@ -325,7 +325,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
         return gradient.layout is not torch.strided
 
     def put_stand_in(self, parameter: torch.Tensor, stand_in: ScatteredGradient) -> None:
-        # torch lets no gradient of another dtype or shape be set; the backward has refused such a parameter.
+        # torch refuses a .grad of another dtype or shape; the backward has raised for such a parameter.
         is_as_wrapped = (parameter.dtype, parameter.shape) == (stand_in.dtype, stand_in.shape)
         parameter.grad = stand_in if is_as_wrapped else None
 
@@ -366,7 +366,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
 
 @functools.cache
 def _note_steps() -> None:
-    """torch has global hooks for steps, and one method through which every DataLoader yields."""
+    """Note steps and batches: torch has global hooks for steps, and one method that yields all batches."""
     steps = optimizer_steps()
     register_optimizer_step_pre_hook(steps.begin)
     register_optimizer_step_post_hook(steps.end)
@@ -375,7 +375,7 @@ def _note_steps() -> None:
 
 
 def _place(section: torch.Tensor, first: int, count: int, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient's place, as the parameter lies in memory, so that autograd's layout of the gradient fits."""
+    """A gradient's place with the memory layout of the parameter, which autograd's gradients have, too."""
     place = section[first : first + count]
     if count and parameter.is_complex() and not place.is_complex():
         place = torch.view_as_complex(place.view(-1, 2))
@@ -383,7 +383,7 @@ def _place(section: torch.Tensor, first: int, count: int, parameter: torch.Tenso
         place = place.as_strided(parameter.shape, parameter.stride())
     elif count or not parameter.numel():  # else a sparse gradient, which lies elsewhere
         place = place.view(parameter.shape)
-    return place.data  # with a count of changes of its own, where views share that of their base
+    return place.data  # with a version counter of its own; views share that of their base
 
 
 OPS = TorchOps()

@@ -1,9 +1,9 @@
-"""`SyncBatchNorm`: batch norm over the batches of all ranks, on any device, the CPU too.
+"""`SyncBatchNorm`: batch norm over the batches of all ranks, on any device, including the CPU.
 
-Ranks exchange mean, variance and number of samples in forward, and the gradients of these in backward;
-everything else is ordinary tensor arithmetic. So backward is right for ranks with batches of different sizes,
-and so are second derivatives. Gradients that cross ranks bear the weights that a wrapped model gives to its
-ranks (`reducer.backward.exchanges`).
+Ranks exchange mean, variance and number of samples in forward, and the gradients of these in backward. All
+other computation is ordinary tensor arithmetic, so backward is correct for batches of different sizes, and so
+are second derivatives. Gradients that cross ranks have the weights that a wrapped model gives to its ranks
+(`reducer.backward.exchanges`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _NO_GRADIENTS, _NEEDS_NONE, _NEEDS_GRADIENT = 0, 1, 2
 
 
 class _Exchange(NamedTuple):
-    """What the backward of one forward needs to know.
+    """The data that the backward of one forward needs.
 
     Attributes:
-        group: The ranks that share statistics; or the communicator between them, in memory.
-        patience: How to wait for them.
-        weight: What this rank's backward multiplies by before it sends.
+        group: The process group of the ranks; or the communicator between them, in shared memory.
+        patience: How to wait for other ranks.
+        weight: The factor of this rank's gradients before they are sent.
         without_backward: Ranks whose forward ran without gradients.
-        rows: What this rank has put in, in words; empty: nothing.
+        rows: A description of this rank's input, for errors; "": it has no samples.
     """
 
     group: Any
@@ -112,25 +112,26 @@ def _weighted_sum(exchange: _Exchange, gradient: torch.Tensor, row: int | None =
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch norm whose statistics are those of all ranks' batches together; also on the CPU.
+    """Batch norm with the statistics of the batches of all ranks together; also on the CPU.
 
     A drop-in for `torch.nn.SyncBatchNorm`, with its arguments, attributes and state_dict. Batches may have
-    different sizes on different ranks, and be empty on some. In eval mode, or alone, it is batch norm. With
-    `weight` of a wrapped model, gradients are those of the weighted mean of the ranks' losses, through the
-    statistics too. `finish()`, `iterate()` and `join()` do not go with it where ranks end at different times.
+    different sizes on different ranks, and may be empty on some. In eval mode, or on a single rank, it is
+    batch norm. With `weight` of a wrapped model, gradients are those of the weighted mean of the ranks'
+    losses, also through the statistics. It does not work with `finish()`, `iterate()` and `join()` if ranks
+    end at different times.
 
     Collective: forward in training mode, and its backward. Blocks until all ranks have arrived, at most for
-    the `timeout_s` of the wrapped model that the layer is in; where none was given, as long as the group
-    waits.
+    the `timeout_s` of the wrapped model that the layer is in; without one, for the group's own time-out.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype: As torch's.
-        process_group: A process group of torch or a `paceline.Group`. None: torch's default group; or that
-            which `DistributedDataParallel` formed from the environment.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: As in torch.
+        process_group: A process group of torch or a `paceline.Group`. None: torch's default group, or the
+            group that `DistributedDataParallel` formed from the environment.
 
     Raises:
-        ValueError: All ranks together have a single value per channel. In backward, on every rank: one has
-            weight 0 and samples in the batch; or on this rank: another one's forward ran without gradients.
+        ValueError: All ranks together have a single value per channel. In backward, on every rank: a rank has
+            weight 0 and samples in the batch. In backward, on this rank: the forward of another rank ran
+            without gradients.
 
     Example:
         >>> model = SyncBatchNorm.convert_sync_batchnorm(model)
@@ -185,7 +186,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     def _alone(self, input: torch.Tensor) -> torch.Tensor:
-        # torch's own forward refuses the CPU only where it would synchronise; this is its plain batch norm.
+        # torch's plain batch norm. torch's own forward refuses the CPU only if it would synchronise.
         return nn.BatchNorm2d.forward(cast("Any", _AnyDimension(self)), input)
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
@@ -257,12 +258,14 @@ def _group(given: Any) -> Any:
 
 
 def _way_between(layer: nn.Module, group: Any, device: torch.device) -> tuple[Any, Patience]:
-    """Ranks that share memory exchange them there, where they notice at once that they are in different
+    """The group or communicator for the statistics, and how to wait for other ranks.
+
+    Ranks that share memory exchange the statistics there, which detects at once that ranks are in different
     calls.
     """
     wrapper: Any = TorchDDP._active_ddp_module
     backward_sync = getattr(wrapper, "_backward_sync", None)
-    if backward_sync is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
+    if backward_sync is None:  # called outside of a wrapped forward, for example recomputed in a backward
         return group, Patience(registry.timeout_of(layer._parameters.values()), None)
     communicator, timeout_s = backward_sync.communicator, backward_sync.asked_timeout_s
     if wrapper.process_group is not group:
@@ -277,7 +280,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, biased variance and number of samples of each channel, over all ranks.
 
-    Each rank's own mean and variance travel, not sums of squares, which cancel where a mean is large.
+    Ranks send their own mean and variance, and not sums of squares, which would cancel if a mean is large.
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances", 1979.
@@ -287,7 +290,7 @@ def _statistics(
     values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     if values.numel():
         variance, mean = torch.var_mean(values, dims, correction=0)
-    else:  # nothing to add, but the others wait for this rank in backward too
+    else:  # nothing to add, but the other ranks wait for this one, also in backward
         mean = variance = values.sum(dims)
     own = mean.new_full((1,), values.numel() // channels)
     rows = _gathered(layer, group, torch.cat([mean, variance, own]), input)
@@ -301,7 +304,7 @@ def _statistics(
 
 @untraced
 def _gathered(layer: nn.Module, group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks. Part of the graph on every rank if some rank's row needs a gradient. Collective.
+    """The rows of all ranks. In the graph of every rank if any rank's row needs a gradient. Collective.
 
     Raises:
         ValueError: All ranks together have a single value per channel.
@@ -329,14 +332,14 @@ def _gathered(layer: nn.Module, group: Any, row: torch.Tensor, input: torch.Tens
         [rank for rank, each in enumerate(needs) if each == _NO_GRADIENTS],
         f"input of shape {tuple(input.shape)}" if input.numel() else "",
     )
-    if not row.requires_grad:  # it takes part in the backward of the others
+    if not row.requires_grad:  # this rank takes part in the backward of the others
         row = row.detach().requires_grad_()
     found: torch.Tensor = _RowsOfAllRanks.apply(exchange, row, rows)  # type: ignore[no-untyped-call]
     return found
 
 
 def _weights_around() -> MicroBatchWeights | None:
-    """Those of the wrapped model whose forward runs; None: there is none, or none of its gradients counts."""
+    """The weights of the wrapped model whose forward runs; None: no model runs, or it averages nothing."""
     wrapper: Any = TorchDDP._active_ddp_module
     backward_sync = getattr(wrapper, "_backward_sync", None)  # None: torch's own wrapper, or a single rank's
     if backward_sync is None or not wrapper._tensors.are_trained():

@@ -316,8 +316,7 @@ def in_core(
 
 
 class SharedGradients:
-    """Gradients of parameters that several wrapped models have: only a backward of this model's outputs
-    counts.
+    """Gradients of parameters that several wrapped models have; only a backward of this model counts.
 
     One backward may run through two models, and produce such a gradient through the other model before it
     reaches this model's outputs. The early gradient is then handed over when this model's backward begins, if

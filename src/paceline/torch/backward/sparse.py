@@ -52,8 +52,9 @@ class SparseMeans:
 
     @torch.no_grad()
     def average(self, weight: float, *, has_data: bool) -> None:
-        """Replace each .grad by the weighted mean over ranks; a .grad that no rank has stays None.
-        Collective.
+        """Replace each .grad by the weighted mean over ranks. Collective.
+
+        A .grad that no rank has stays None.
 
         Example:
             Rank 0 has row 1 with [2], rank 1 row 4 with [6]; both get rows 1 and 4 with [1] and [3].

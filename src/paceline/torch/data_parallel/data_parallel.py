@@ -1,6 +1,6 @@
 """`DataParallel`: one process trains one model on several devices.
 
-What it does is elsewhere: `scatter` (inputs and outputs), `replicas` (copies of the module).
+The work is done in `scatter` (inputs and outputs) and `replicas` (copies of the module).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class DataParallel(nn.DataParallel[nn.Module]):
     """Splits each batch over the devices of this process: a drop-in for `torch.nn.DataParallel`.
 
     Every forward copies the module to each device, gives each copy a part of the batch and joins the
-    outputs; backward adds the gradients into the module's own, in a tree, so that no device receives more
+    outputs. Backward adds the gradients into the module's own, in a tree, so that no device receives more
     than log2(n) of them. With one device, or none, it calls the module itself. One process per device
     (`DistributedDataParallel`) is faster: this class copies the module in every forward.
 
-    It is a subclass of torch's only so that code which unwraps models recognises it.
+    It is a subclass of torch's class only so that code which unwraps models recognises it.
 
     Args:
-        module: The model; its parameters and buffers lie on the first device.
+        module: The model; its parameters and buffers are on the first device.
         device_ids: Numbers of accelerators, or devices of any kind; "cpu" twice gives two replicas on the
-            CPU. None: all accelerators, or, where there is none, the module itself, wherever it lies.
-        output_device: Where outputs are joined; None: the first device.
-        dim: Dimension of inputs and outputs along which they are cut and joined.
+            CPU. None: all accelerators; without accelerators, the module itself is called on its own device.
+        output_device: The device on which outputs are joined; None: the first device.
+        dim: Dimension of inputs and outputs along which they are split and joined.
         loss_fn: Called on each replica as `loss_fn(output, *loss_inputs)` when the model is called with
             `loss_inputs=(...)`, so that outputs stay on their devices. It returns a mean over its part of
             the batch, or a sum if it has an attribute `reduction` of "sum"; or a pair (sum, count) for a
             mean over something else than samples, such as tokens.
 
     Raises:
-        ConfigError: Devices of several kinds, or the module lies elsewhere.
+        ConfigError: The devices are of several kinds.
 
     Example:
         >>> model = DataParallel(nn.Linear(4, 1), loss_fn=nn.MSELoss())   # two devices
@@ -92,16 +92,16 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Run the module on all devices.
 
         Args:
-            *inputs: Tensors are cut along `dim`, in containers too; other objects go to every device.
-            loss_inputs: What `loss_fn` needs besides the output (targets), cut alike. None: return the
-                outputs, joined.
+            *inputs: Tensors are split along `dim`, also in containers; other objects go to every device.
+            loss_inputs: Further arguments of `loss_fn` (targets), split like inputs. None: return the
+                joined outputs.
             **kwargs: As inputs.
 
         Returns:
             The outputs, joined along `dim`; or with `loss_inputs` the loss of the whole batch, a scalar.
 
         Raises:
-            ConfigError: The module lies elsewhere; or there is no `loss_fn`.
+            ConfigError: The module is not on the first device; or there is no `loss_fn`.
         """
         if loss_inputs is not None:
             if not isinstance(loss_inputs, (tuple, list)):
@@ -129,7 +129,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return _scatter.scatter_call(inputs, kwargs or {}, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Call the replicas, at the same time."""
+        """Call the replicas at the same time."""
         return _replicas.apply_at_once(replicas, inputs, kwargs, self._devices[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
@@ -204,9 +204,9 @@ def _batch_size(value: Any, dim: int) -> int:
 
 
 def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """As torch: numbers mean accelerators, and where there is none, no device at all."""
+    """As in torch, numbers are those of accelerators; without any accelerator there are no devices."""
     if device_ids is None:
-        # torch 2.7 raises where it is asked for their number, and there is none.
+        # torch 2.7 raises in device_count() without an accelerator.
         count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
         return [_device(number) for number in range(count)]
     check_devices(device_ids, "DataParallel")
@@ -217,7 +217,7 @@ def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
 
 def _device(device: Device, name: str = "device_ids") -> torch.device:
     if isinstance(device, int) and not isinstance(device, bool):
-        if device == -1:  # torch's word for the CPU
+        if device == -1:  # torch's number for the CPU
             return torch.device("cpu")
         accelerator = current_accelerator()
         if accelerator is None:

@@ -1,8 +1,8 @@
-"""Copies of a module on several devices of one process, whose gradients flow back through a tree.
+"""Copies of a module on several devices of one process, whose gradients are summed in a tree.
 
-A copy's parameters are outputs of `Spread`, so autograd brings their gradients back to the
-module. `Spread` adds them in pairs: of n devices none receives more than log2(n) gradients, where torch's
-DataParallel sends n - 1 to the first.
+A copy's parameters are outputs of `Spread`, so autograd returns their gradients to the module. `Spread` adds
+them in pairs: of n devices, none receives more than log2(n) gradients. torch's DataParallel sends n - 1 to
+the first device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import ConfigError
 
 
 def tree_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Who adds whose partial sum in each round, as (receiver, sender); 0 ends with the whole.
+    """The (receiver, sender) pairs of each round of a tree sum; at the end 0 holds the whole sum.
 
     Example:
         >>> list(tree_rounds(4))
@@ -53,12 +53,12 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
-        """The sum, on the first device. A copy that was not used adds nothing."""
+        """The sum on the first device. An unused copy adds nothing."""
         sums = list(gradients)
         for pairs in tree_rounds(len(sums)):
             for receiver, sender in pairs:
                 sums[receiver] = _added(sums[receiver], sums[sender])
-                sums[sender] = None  # gives the memory back
+                sums[sender] = None  # frees the memory
         return None, sums[0]
 
 
@@ -71,8 +71,8 @@ def _added(own: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """One copy of the module for each device; the first shares the module's buffers.
 
-    Gradients of a copy's parameters go to the module's. So does what the first copy writes into buffers
-    (running statistics); what others write into theirs is lost, as with torch.
+    Gradients of a copy's parameters go to the module's parameters. Writes of the first copy to buffers
+    (running statistics) reach the module; those of other copies are lost, as in torch.
 
     Raises:
         ConfigError: A part of the module is TorchScript.
@@ -121,9 +121,9 @@ def apply_at_once(
     kwargs: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """Call every replica, each in a thread of its own; the first in the caller's.
+    """Call every replica in a thread of its own, and the first in the caller's thread.
 
-    Threads see the caller's grad mode, autocast state and current streams.
+    Threads have the caller's grad mode, autocast state and current streams.
     """
     outputs: list[Any] = [None] * len(replicas)
     state = _CallerState(devices)
@@ -167,7 +167,7 @@ class _CallerState:
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, (dtype, enabled) in self._autocast.items():
-            # A replica runs once in a thread: what autocast caches there is of no further use.
+            # A replica runs once in its thread, so an autocast cache there would never be used again.
             caches = self._caches and number == 0
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches))
         for context in self._places[number]:

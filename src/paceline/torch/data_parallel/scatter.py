@@ -1,7 +1,7 @@
-"""Split inputs over devices and put outputs together again, through any nesting of containers.
+"""Splits inputs over devices and joins outputs, through any nesting of containers.
 
-Tensors are cut or joined along one dimension, containers are rebuilt around them, and anything
-else goes to every device as it is.
+Tensors are split or joined along one dimension, containers are rebuilt around them, and any other object goes
+to every device unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 
 
 def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
-    """Cut every tensor in `value` along `dim`, one part for each device.
+    """Split every tensor in `value` along `dim`, one part for each device.
 
     Returns:
         At most as many values as there are devices; fewer where a tensor has fewer elements along `dim`.
@@ -52,7 +52,7 @@ def scatter_call(
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Join what the replicas returned: tensors along `dim`, on one device."""
+    """Join the outputs of replicas: tensors along `dim`, on one device."""
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):
         raise _differ("types", [type(output).__name__ for output in outputs])

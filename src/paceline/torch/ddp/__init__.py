@@ -1,4 +1,4 @@
-"""The wrapper: `DistributedDataParallel`, and what it takes over from torch's class.
+"""The wrapper: `DistributedDataParallel`, and the names that it has in common with torch's class.
 
 Not public.
 """

@@ -1,8 +1,8 @@
-"""The wrapper whose forward runs, where torch.compile looks for it, to cut graphs at its buckets.
+"""The wrapper whose forward runs, in the place where torch.compile looks for it to split graphs at buckets.
 
-torch keeps it in an attribute of its class. To set an attribute of a class makes Python forget all lookups of
-attributes that it has cached for that class and its subclasses, ours among them, and each step would pay for
-that. So a descriptor is put there once, and tells what the attribute is.
+torch keeps it in an attribute of its class. Setting an attribute of a class makes Python drop its cached
+attribute lookups for that class and its subclasses, including Paceline's, and each step would pay for that.
+So the attribute is set once, to a descriptor that returns the wrapper.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _ATTRIBUTES = TorchDDP.__dict__
 
 
 class ActiveWrapper:
-    """What stands in the attribute.
+    """The descriptor in the attribute.
 
     Attributes:
-        wrapper: The innermost one whose forward runs; None: none does.
+        wrapper: The innermost wrapper whose forward runs; None: no forward runs.
     """
 
     __slots__ = ("wrapper",)
@@ -34,7 +34,7 @@ _active = ActiveWrapper()
 
 
 def active_wrapper() -> ActiveWrapper:
-    """What torch finds is the `wrapper` of this, until a forward of torch's own wrapper begins."""
+    """The descriptor; it is set again if a forward of torch's own wrapper has replaced it."""
     if _ATTRIBUTES["_active_ddp_module"] is not _active:
         _active.wrapper = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = _active  # type: ignore[assignment]

@@ -1,12 +1,12 @@
-"""`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
+"""`DistributedDataParallel`: a module whose gradients are averaged over the ranks during backward().
 
-What it does is elsewhere: `model` (arguments, and what is kept in step), `communicator` (the group),
-`backward` (each backward). This file is the module that users hold; what it has in common with torch's is in
-`torch_names`.
+This file has the class that users construct. The work is done in `model` (arguments, parameters and buffers),
+`communicator` (the process group) and `backward` (each backward). The names that the class has in common with
+torch's are in `torch_names`.
 """
 
 # mypy: disable-error-code="override"
-# What torch's class keeps in attributes are properties here
+# Attributes of torch's class are properties here
 
 from __future__ import annotations
 
@@ -58,97 +58,98 @@ if TYPE_CHECKING:
 class DistributedDataParallel(WrappedModel, TorchNames):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
-    Every rank wraps the same model and runs forward and backward on its own share of the batch. When
+    Every rank wraps the same model, and runs forward and backward on its own part of the batch. When
     backward() returns, every parameter's .grad is the mean over the ranks, with the same bits on each; or
-    every rank has raised. Ranks of one host average in memory that they share; other groups, and parameters
-    on a GPU, go through the process group's own all_reduce.
+    every rank has raised. Ranks of one host average in shared memory. Other groups, and parameters on a GPU,
+    use the all_reduce of the process group.
 
-    Collective: every rank constructs it, and runs the same number of synchronised backward passes.
+    Collective: every rank constructs it, and runs the same number of synchronised backwards.
 
     Args:
         module: The model. After wrapping, parameters may be frozen for a while, and everything that is not
             trained may change. A parameter to train must not be added, replaced or unfrozen.
         device_ids: A list of one device, to which inputs are moved, or None.
         output_device: The device in device_ids, or None.
-        broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
-            end of each synchronised backward. None: yes. A forward waits for no other rank, so a buffer that
-            the program writes between two steps must be written alike on all ranks; else that backward
-            raises on every rank.
-        init_sync: Give every rank rank 0's parameters when wrapping.
+        broadcast_buffers: Broadcast rank 0's buffers (running statistics) to all ranks, when wrapping and at
+            the end of each synchronised backward. None: True. A forward waits for no other rank. So if the
+            program writes a buffer between two steps, it must write the same values on all ranks; otherwise
+            the backward raises on every rank.
+        init_sync: Broadcast rank 0's parameters to all ranks when wrapping.
         process_group: A process group of torch, or a `paceline.Group`. None: torch's default group, or,
             if torch.distributed is not initialised, a group formed from the environment that
             `paceline run` (or torchrun, or mpirun) has set.
         bucket_cap_mb: Largest size of a bucket, in MiB; None: 25. In shared memory it changes no result.
         find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise it raises an
             error on every rank. A parameter unused on all ranks keeps its .grad.
-        gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
-            A forked child cannot read it; copy it before the fork.
+        gradient_as_bucket_view: Keep .grad in the memory where it is averaged, so that gradients are held
+            once. A forked child cannot read it; copy it before the fork.
         static_graph: A promise that the same parameters are unused in each backward. Breaking it raises.
-        mixed_precision: torch's `_MixedPrecision`, on the CPU too: dtypes in which forward runs, gradients
-            are averaged and buffers kept. Parameters and .grad keep theirs. No activation checkpointing.
+        mixed_precision: torch's `_MixedPrecision`, also on the CPU: the dtypes in which forward runs,
+            gradients are averaged and buffers are kept. Parameters and .grad keep their dtype. Does not work
+            with activation checkpointing.
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces bucket_cap_mb.
         device_mesh: A mesh of one dimension, instead of process_group.
-        forward_sync_buffers: True: broadcast rank 0's buffers at the start of training forwards, too, as
-            torch does: of the first in training mode after each synchronised backward. That forward is
-            collective then. False: as broadcast_buffers=False. In both cases buffers are broadcast at
-            construction. None: broadcast_buffers decides.
+        forward_sync_buffers: True: also broadcast rank 0's buffers in forward, as torch does: in the first
+            forward in training mode after each synchronised backward. That forward is then collective.
+            False: as broadcast_buffers=False. In both cases buffers are broadcast at construction. None:
+            broadcast_buffers decides.
         buffers: What to do with buffers after each synchronised backward, by name pattern ("*.running_*"):
             "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
             broadcast_buffers decides if none matches. Integers are broadcast instead of averaged.
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
-            arguments that returns one (for example the number of tokens). Those of all forwards that a
-            backward goes through add up. None: 1, unless weight() is called.
+            arguments that returns one (for example the number of tokens). The weights of all forwards that a
+            backward goes through are added. None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
-            rank) or "ignore". Over NCCL "warn" tells a backward later or more; only "raise" waits for the
-            GPU.
+            rank) or "ignore". Over NCCL, "warn" warns one or more backwards later; only "raise" waits for
+            the GPU.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
-        reduce_through: Where gradients are averaged: "memory" that the ranks share, the process "group", or
-            "auto", the best of what is possible. On several hosts "auto" averages in the memory of each host
-            first, and then between the hosts. "hosts" does so for parameters on GPUs, too, over a process
-            group of the ranks of each host; all hosts need as many. Not yet run on a GPU. On one host it
-            changes nothing.
+        reduce_through: Where gradients are averaged: in "memory" that the ranks share, over the process
+            "group", or "auto", the best of what is possible. On several hosts, "auto" averages in the memory
+            of each host first, and then between the hosts. "hosts" also does this for parameters on GPUs,
+            over a process group of the ranks of each host; all hosts must have the same number of ranks. Not
+            yet run on a GPU. On one host it changes nothing.
         dim, check_reduction: Accepted for compatibility; they have no effect.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged after the gradient
             of `param_to_hook_all_reduce` is ready. Until then they may be computed several times, or not at
             all, which counts as zeros.
-        param_to_hook_all_reduce: The parameter for whose gradient the delayed ones wait.
+        param_to_hook_all_reduce: The parameter whose gradient the delayed ones wait for.
         skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
-            backward before. If they are used again, they are sent at the end of the backward.
-        batched_grad_copy: Accepted, without effect: over a process group gradients are always copied a bucket
-            at a time.
-        lazy_bucket_allocation: Accepted, without effect: each backward uses the memory of the buckets again.
-        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
+            previous backward. If they are used again, they are sent at the end of the backward.
+        batched_grad_copy: Accepted, without effect: over a process group, gradients are always copied a
+            bucket at a time.
+        lazy_bucket_allocation: Accepted, without effect: all backwards use the same memory for buckets.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only if the ranks have written to
             their parameters a different number of times (one has skipped a step). 0: never.
         compress_between_hosts: Send gradients between hosts in fewer bytes: "bf16" or "fp16" (a half),
-            "int8" (a quarter), or "topk" (8 of each 256 values, about 1/43). What that takes from a gradient
-            is added to the next one (error feedback). Within a host nothing is rounded, and on one host it
-            does nothing. Float64 and sparse gradients are sent as they are. None: all are.
-        deterministic: "world": gradients, and buffers that are averaged, have the bits of one host with as
-            many ranks, wherever the ranks are. On one host they have them anyway, gradients also on hosts
-            with aligned blocks of ranks (2x2, 4x4); else hosts send the sums of several blocks of ranks
-            each, which takes up to (L + 1) / 2 times the bytes for L ranks per host. None: `bits` says what
-            comes out. On the CPU, without a hook.
-        local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and meet every so many steps. None:
+            "int8" (a quarter), or "topk" (8 of each 256 values, about 1/43). What compression removes from a
+            gradient is added to the next one (error feedback). Nothing is rounded within a host, so on one
+            host this does nothing. Float64 and sparse gradients are not compressed. None: no compression.
+        deterministic: "world": gradients, and buffers that are averaged, have the bits of one host with the
+            same number of ranks, on any layout of the ranks. One host has these bits anyway, and so have the
+            gradients of hosts with aligned blocks of ranks (2x2, 4x4). Other hosts each send the sums of
+            several blocks of ranks, which takes up to (L + 1) / 2 times the bytes for L ranks per host. None:
+            the attribute `bits` says which bits result. For parameters on the CPU, without a hook.
+        local_sgd: `LocalSGD(every=...)`: hosts train on their own, and synchronise every so many steps. None:
             gradients are averaged over all ranks in each step.
         share_parameters: Keep one copy of the parameters for all ranks of a host, on the CPU, instead of one
-            for each. The parameters are still the same objects, but they are only to be read: changes go
-            through writing(), and an optimizer's step, too. Buffers stay each rank's own.
+            for each. The parameters are still the same objects, but are read-only: all changes go through
+            writing(), including an optimizer's step. Each rank has its own buffers.
         reduce: "mean": .grad is the mean on every rank. "scatter": each rank gets the part of the mean that
-            its `ShardedOptimizer` needs, and less memory is written. .grad is then a stand-in, and raises
-            when it is read; clip by `ddp.clip_grad_norm_()`. All that is trained must be in a
+            its `ShardedOptimizer` needs, and less memory is written. .grad is then a stand-in that raises
+            when it is read; clip with `ddp.clip_grad_norm_()`. All trained parameters must be in a
             ShardedOptimizer when the first forward begins. On the CPU, with all ranks on one host.
-        virtual_ranks: Average each step over so many micro-batches, which up to as many processes make: the
-            same training, bit for bit, on any number of them. See steps(), with which it is trained then. It
-            implies deterministic="world". None: over the ranks.
+        virtual_ranks: Average each step over this number of micro-batches, which at most as many processes
+            compute: the same training, bit for bit, on any number of processes. Train such a model with
+            steps(). It implies deterministic="world". None: average over the ranks.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
-        ConfigError: An argument, or the model, is not supported; the message says which and why. Also where
-            torch's own class has wrapped it already, or is to wrap the result.
+        ConfigError: An argument, or the model, is not supported; the message says which and why. Also raised
+            if torch's own class has already wrapped the model, or wraps the result.
         ModelMismatchError: The ranks wrapped different models; names the first difference.
 
     Attributes:
@@ -211,7 +212,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         for name in ("self", "module", "process_group", "device_mesh", "later"):
             del arguments[name]
         arguments |= later
-        nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
+        nn.Module.__init__(self)  # not torch's DDP, a base only so that libraries recognise this class
         self._arguments = arguments
         with reporting_to_peers(lambda: known_exchange(process_group, device_mesh)):
             self._prepare(module, arguments)
@@ -228,7 +229,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         check_inner(module)
         check_materialised("DistributedDataParallel", module)
         self.module = module
-        self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
+        self.require_forward_param_sync = True  # libraries set it; buffers are synchronised after backward
         self._join_config = None  # torch's Join sets it
         self._joining = self._backward_sync = None
         self._tensors = ManagedTensors(module)
@@ -239,7 +240,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
         """Collective."""
         self._peers = peers
-        # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
+        # A single rank averages nothing and pays nothing. But nonfinite="raise" also works on one rank.
         config = self._config
         needs_none = config.nonfinite != "raise" and config.weight is None and config.local_sgd is None
         is_alone = peers.world_size == 1 and needs_none and config.virtual_ranks is None
@@ -298,7 +299,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module; where gradients will be needed, get ready to average them."""
+        """Run the wrapped module, and prepare to average gradients if they will be needed."""
         try:
             inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
         except PacelineError as error:
@@ -306,8 +307,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             if self._backward_sync is not None:
                 self._backward_sync.publish_error(error)
             raise
-        # torch.compile cuts the graphs of what runs within into buckets. Not through torch's
-        # _inside_ddp_forward(), which imports the compiler: seconds, in every program.
+        # torch.compile splits the graphs of this forward at the buckets. torch's own _inside_ddp_forward()
+        # would import the compiler, which takes seconds in every program.
         active = active_wrapper()
         outer, active.wrapper = active.wrapper, self
         try:
@@ -322,7 +323,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     @untraced_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        module: Any = self._modules["module"]  # past nn.Module.__getattr__, a search in each forward
+        module: Any = self._modules["module"]  # without the search of nn.Module.__getattr__
         dtype = self._config.precision.param_dtype
         if dtype is None:
             return module(*inputs, **kwargs)
@@ -390,19 +391,19 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook` average each bucket of gradients, over torch's process group.
 
-        Collective. torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work unmodified, on the
-        CPU too. Once in the life of a wrapped model, and not within a backward.
+        Collective. torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work unmodified, also on
+        the CPU. Call this once for each wrapped model, and not within a backward.
 
         Args:
-            state: Handed to the hook, as it is.
-            hook: Called as `hook(state, bucket)` when all gradients of a bucket are there, not divided by
+            state: Passed to the hook unchanged.
+            hook: Called as `hook(state, bucket)` when all gradients of a bucket are ready, not divided by
                 the world size; returns a future of the tensor that replaces `bucket.buffer()`.
 
         Raises:
             RuntimeError: A hook was registered before.
-            TypeError: It is not callable; or, in backward, does not return a future of a tensor.
-            ValueError: Its annotations, or the shape or dtype it returns, are wrong; or the ranks are
-                connected by a `paceline.Group`, which hooks can't use.
+            TypeError: The hook is not callable; or, in backward, does not return a future of a tensor.
+            ValueError: The hook's annotations, or the shape or dtype that it returns, are wrong; or the ranks
+                are connected by a `paceline.Group`, which hooks can't use.
             ModelMismatchError: Ranks registered different hooks.
 
         Example:
@@ -431,15 +432,15 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
 
-        Does what `torch.nn.utils.clip_grad_norm_` does. From the second call on, the norm found during
-        backward is reused if no gradient has changed since. If a kernel or numpy has changed only a few
+        Same result as `torch.nn.utils.clip_grad_norm_`. From the second call on, the norm that backward
+        has computed is reused if no gradient has changed since. If a kernel or numpy has changed only a few
         elements of a gradient, this may go unnoticed.
 
         Args:
             max_norm: The largest norm allowed.
             norm_type: The p of the p-norm; norms other than 2 are computed.
-            scaler: If gradients are still scaled by it: `max_norm` and the result are those of unscaled
-                gradients. Leave it out after `scaler.unscale_()`.
+            scaler: The GradScaler, if gradients are still scaled by it: `max_norm` and the result are then
+                those of unscaled gradients. Leave it out after `scaler.unscale_()`.
 
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
@@ -457,10 +458,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         return torch.tensor(norm, device=None if gradient is None else gradient.device) / scale
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether a synchronised backward brings buffers in step."""
+        """Whether a synchronised backward synchronises buffers."""
         return self._backward_sync is not None and self._backward_sync.buffers.is_needed
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Torch's process group, or None where a `paceline.Group` connects the ranks."""
+        """torch's process group, or None if a `paceline.Group` connects the ranks."""
         return None if self._peers is None else self._peers.process_group

@@ -1,7 +1,7 @@
-"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.uneven`.
+"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.backward.uneven`.
 
-Such a rank takes part in the others' backward passes without gradients, and asks before each of
-them, as torch's `Join` does, whether there will be one.
+Such a rank takes part in the others' backwards without gradients. Before each one it asks, as torch's `Join`
+does, whether there will be one.
 """
 
 from __future__ import annotations
@@ -41,16 +41,14 @@ class Joining:
         self._device = torch.device("cpu") if calls.serves_cpu else device
         self._calls = calls
         self._backward_sync = backward_sync
-        self._shadow: Shadow | None = None  # of this rank, since it has run out
-        self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
+        self._shadow: Shadow | None = None  # set when this rank runs out of data
+        self._work: dist.Work | None = None  # kept: dropping a Work in progress may abort it
 
     def notify(self, joinable: Any, is_syncing: bool, *, is_training: bool) -> None:
-        """Report to ranks that have run out that this one begins a forward, and whether it will
-        synchronise.
-        """
+        """Notify ranks without data that this rank begins a forward, and whether it will synchronise."""
         if self._backward_sync is not None:
             self._backward_sync.autograd.check_direct_step()
-            # Before the calls of torch: a forward too many waits here for the others.
+            # Before torch's calls: a rank with one forward too many waits here for the others.
             self._backward_sync.publish_forward(is_syncing=is_syncing, is_training=is_training)
         with self.naming_the_lost():
             self._work = Join.notify_join_context(joinable)
@@ -60,7 +58,7 @@ class Joining:
         return self._calls.naming(_WHO_HAS_JOINED)
 
     def shadow(self, divide_by_initial_world_size: bool) -> None:
-        """Take part in the backward that the others are about to make, if it synchronises."""
+        """Take part in the next backward of the other ranks, if it synchronises."""
         if self._backward_sync is not None and self._shadow is None:
             self._shadow = Shadow(self._backward_sync, keep_accumulated=True)
         if self._any(False) and self._backward_sync is not None:
@@ -85,7 +83,7 @@ class Joining:
 
 
 class DDPJoinHook(JoinHook):
-    """What `Join` runs on a rank that has run out."""
+    """The hook that `Join` runs on a rank that has run out of data."""
 
     def __init__(
         self, joining: Joining, divide_by_initial_world_size: bool, leave: Callable[[], None]
@@ -104,17 +102,17 @@ class DDPJoinHook(JoinHook):
 
 
 class NamingJoin(Join):
-    """torch's `Join` of one wrapped model, whose errors name the rank that was lost."""
+    """torch's `Join` of one wrapped model, with errors that name the rank that was lost."""
 
     def __init__(
         self, ddp: Any, enable: bool, throw_on_early_termination: bool, divide_by_initial_world_size: bool
     ) -> None:
         divide = divide_by_initial_world_size
         super().__init__([ddp], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
-        self._joining: Joining = ddp._joining  # made by join_hook(), which has just been called
+        self._joining: Joining = ddp._joining  # set by join_hook(), which torch has just called
 
     def __exit__(self, *error: Any) -> None:
-        if error and error[0] is not None:  # torch's makes no call then, and this rank is not back from any
+        if error and error[0] is not None:  # after an error torch's Join makes no calls
             super().__exit__(*error)
             return
         with self._joining.naming_the_lost():

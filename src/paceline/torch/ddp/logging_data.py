@@ -1,7 +1,6 @@
-"""What `_get_ddp_logging_data` says of a wrapped model, under torch's names and in torch's units.
+"""The result of `_get_ddp_logging_data` for a wrapped model, under torch's names and in torch's units.
 
-All of it is known or computed when it is asked for, but for the times of a sample of backward
-passes.
+Everything is computed when the data is requested, except the times of some backwards.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# As torch's own dictionary has them, in C++.
+# The names in torch's own dictionary, which are those of C++.
 _DTYPES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -49,7 +48,7 @@ _ENVIRONMENT_OF_BACKEND = {
 
 
 def noting_errors(method: _Method) -> _Method:
-    """Not for what runs in each backward: it costs a call."""
+    """Keep the error of a method for the logging data. Costs a call, so not for methods of each backward."""
 
     @functools.wraps(method)
     def call(self: TorchNames, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +103,7 @@ def _of_construction(ddp: TorchNames) -> dict[str, Any]:
         **{name.lower(): os.environ.get(name, "N/A") for name in variables},
     }
     if backend == "gloo":
-        facts["gloo_num_threads"] = 2  # torch tells its own constant
+        facts["gloo_num_threads"] = 2  # a constant in torch, too
     if ddp._has_joined:
         facts["join_uneven_inputs"] = 1
     hook = ddp._comm_hook

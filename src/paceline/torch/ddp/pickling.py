@@ -1,8 +1,8 @@
-"""Copies of a wrapped model: pickled, loaded, deep-copied, for an average of weights as for more training.
+"""Copies of a wrapped model by pickle or deepcopy, for an average of weights or for further training.
 
-A copy is connected to no other rank until it is trained. So one rank alone may make it, save
-it, load it and evaluate it; the first forward in training mode connects it, and that is collective.
-With local SGD each rank's copy goes on with its own parameters and the state of the outer optimizer.
+A copy is connected to no other rank until it is trained. So a single rank may make it, save it, load it and
+evaluate it. Its first forward in training mode connects it, and is collective. With local SGD, each rank's
+copy continues with its own parameters and the state of the outer optimizer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.torch.model.parameters import ManagedTensors
 if TYPE_CHECKING:
     from paceline.torch.ddp.torch_names import TorchNames
 
-# What connects a model to other ranks, or belongs to its own tensors. As in torch, communication hooks are
-# not copied: their state often holds a process group.
+# Attributes that connect a model to other ranks, or belong to its own tensors. As in torch, communication
+# hooks are not copied: their state often holds a process group.
 _CONNECTIONS = (
     "_peers",
     "_backward_sync",
@@ -43,7 +43,7 @@ _CONNECTIONS = (
 
 
 def state_of(ddp: TorchNames) -> dict[str, Any]:
-    """What a copy of a wrapper takes with it, for `__getstate__`."""
+    """The state that a copy of a wrapper gets, for `__getstate__`."""
     state = {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
     state["_earlier_steps"] = ddp._earlier_steps + ddp.num_good_passes  # no second warm-up of local SGD
     state["_trained_names"] = tuple(ddp._tensors.names)  # some may be frozen now
@@ -71,7 +71,7 @@ def copy_of(ddp: TorchNames, memo: dict[int, Any]) -> Any:
 
 
 def refuse_backward(output: object) -> None:
-    """Let no backward of these outputs change the copy of this rank alone."""
+    """Raise in a backward of these outputs, which would change only this rank's copy."""
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             tensor.register_hook(_raise_not_connected)  # type: ignore[no-untyped-call]

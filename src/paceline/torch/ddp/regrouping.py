@@ -1,7 +1,7 @@
-"""A wrapped model that goes on with other ranks: what fault-tolerant users of torch call when one is lost.
+"""Moves a wrapped model to a new process group, as fault-tolerant programs do when a rank is lost.
 
-Everything that belongs to the ranks is in `Peers` and in the backward passes over them, so both
-are made anew, and the model, its gradients and its options stay.
+All state about the ranks is in `Peers` and in the `BackwardSync` over them, so both are created again. The
+model, its gradients and its options stay.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
         ddp._good_backwards = before.good_backwards
         before.graphs.close()
         before.end_turn()
-        # A rank that was stopped, and whom this one has given up, may still write into the gradient buffer.
+        # A stopped rank that this rank no longer waits for may still write into the gradient buffer.
         before.settle_interrupted()
         before.gradients.leave_buffer()
-    elif ddp._is_connected:  # alone: nobody has counted
+    elif ddp._is_connected:  # a single rank, which does not count its backwards
         ddp._good_backwards = None
     ddp._is_connected = False
     if ddp._on_drop is not None:
         ddp._on_drop.detach()
-    if ddp._storage is not None:  # of the ranks before
+    if ddp._storage is not None:  # shared with the previous ranks
         ddp._storage.move_out()
         ddp._storage = None
     ddp._check_model(peers)

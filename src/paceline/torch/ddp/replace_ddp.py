@@ -1,4 +1,4 @@
-"""`replace_ddp`: torch's wrappers become ours, whatever library makes them."""
+"""`replace_ddp`: replaces torch's wrappers by Paceline's, also where a library creates them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ _SAMPLERS = (
 
 
 def replace_ddp(*, samplers: bool = False) -> Replacement:
-    """Let torch's DistributedDataParallel and DataParallel be Paceline's from now on, in this process.
+    """Replace torch's DistributedDataParallel and DataParallel by Paceline's from now on, in this process.
 
-    Every module that has bound one of these classes gets ours, and so does every module that is imported
-    later. So a trainer that wraps the model by itself (Lightning, Accelerate, Transformers) wraps it in
-    ours. `paceline run --replace-ddp train.py` calls this when the script imports torch; with another
-    launcher, the script calls it. Not collective, does not block. On rank 0 it prints what it has replaced,
-    and a warning at the end of the process if no model was wrapped.
+    The classes are replaced in every module that has bound one of them, and in every module that is imported
+    later. So a trainer that wraps the model by itself (Lightning, Accelerate, Transformers) uses Paceline's.
+    `paceline run --replace-ddp train.py` calls this when the script imports torch; with another launcher, the
+    script calls it. Not collective, does not block. On rank 0 it prints what it has replaced, and a warning
+    at the end of the process if no model was wrapped.
 
-    What it cannot reach: a subclass of torch's class that was made before (rank 0 prints its name), and a
-    class that is held in a list, a default argument or an attribute of an object.
+    It cannot replace a subclass of torch's class that was defined before (rank 0 prints its name), or a class
+    that is held in a list, a default argument or an attribute of an object.
 
     Args:
-        samplers: Whether `torch.utils.data.DistributedSampler` becomes `paceline.data.DistributedSampler`,
-            too.
+        samplers: Also replace `torch.utils.data.DistributedSampler` by `paceline.data.DistributedSampler`.
 
     Returns:
         What was replaced and where; its `undo()` puts torch's classes back. A second call with the same
-        arguments returns the same.
+        arguments returns the same object.
 
     Raises:
-        ConfigError: The classes are replaced already, with other arguments or by another library.
+        ConfigError: The classes were already replaced, with other arguments or by another library.
 
     Example:
         Both of two ranks:

@@ -1,13 +1,13 @@
-"""What torch's class has and ours has under the same names: attributes, half-private hooks, copies, Join.
+"""The names that Paceline's class has in common with torch's: attributes, half-private hooks, copies, Join.
 
-A name is here if code that people run (Accelerate, Lightning, Transformers, torch itself) uses
-it, and it does what its caller wants to happen, with our own parts. What torch keeps in attributes is read
-from what ours has, by properties. What torch's class has besides is hidden: it would run on state that is not
-there. A test compares the names with those of an object of torch's class.
+A name is here if existing code (Accelerate, Lightning, Transformers, torch itself) uses it. It has the effect
+that its caller expects, implemented by Paceline's own parts. torch's attributes are properties, which read
+Paceline's state. All other names of torch's class are hidden, because they would run on state that does not
+exist. A test compares the names with those of an object of torch's class.
 """
 
 # mypy: disable-error-code="override, misc"
-# What torch's class keeps in attributes are properties here
+# Attributes of torch's class are properties here
 
 from __future__ import annotations
 
@@ -52,30 +52,30 @@ if TYPE_CHECKING:
     from paceline.torch.model.config import DDPConfig
     from paceline.torch.model.parameters import ManagedTensors
 
-# What torch's class does with nothing but the module, or for the sake of torch's own compiler.
+# Names of torch's class that need only the module, or that torch's compiler needs.
 _INHERITED = {
     "train",
     "_active_ddp_module",
     "_get_active_ddp_module",
     "_set_params_and_buffers_to_ignore_for_model",
 }
-# What torch's objects do not have, or not always: the wrapped module's is another thing.
+# Names that torch's objects have only sometimes. The same name on the wrapped module is something else.
 _NOT_THE_MODULES = {"device_mesh"}
 
 _Class = TypeVar("_Class", bound=type)
 
 
 class TorchNames(TorchDDP):
-    """The base of `DistributedDataParallel` that is there for other people's code.
+    """A base of `DistributedDataParallel` with the names that existing code uses.
 
-    A base of torch's class only so that others recognise ours: nothing of torch's runs but what is listed
-    in this file.
+    It derives from torch's class only so that existing code recognises Paceline's class. Nothing of torch's
+    class runs except the names listed in this file.
 
     Attributes:
-        device_mesh: The argument; not there without it, as in torch.
+        device_mesh: The argument; as in torch, missing without it.
         broadcast_bucket_size: Bytes that torch broadcasts at once when wrapping. For code that passes it on
             to torch's own functions; Paceline does not use it.
-        use_side_stream_for_tensor_copies: Inputs are moved in the current stream.
+        use_side_stream_for_tensor_copies: False: inputs are moved in the current stream.
     """
 
     module: nn.Module
@@ -94,7 +94,7 @@ class TorchNames(TorchDDP):
     _comm_hook: CommHook | None
     _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
     _on_drop: weakref.finalize[Any, Any] | None
-    # before the backward passes of the present group; None: some were not counted
+    # before the backwards of the current group; None: some were not counted
     _good_backwards: int | None = 0
     _are_hooks_removed = False
     _ends_by_hand = False
@@ -167,10 +167,11 @@ class TorchNames(TorchDDP):
     def require_manual_backward_finalization(self) -> bool:
         """Whether the gradients of a synchronised backward are means only after `finalize_backward()`.
 
-        For work that is to run between the two: a sparse exchange of one's own, for example. Until then
-        `.grad` is this rank's own, or, with gradient_as_bucket_view, anything. Set it on every rank, before
-        forward or after the backward before has been finalized; a forward that trains raises while one is
-        not. Such backward passes are not timed (`_get_ddp_logging_data`). torch's since 2.15.
+        For work that must run between the two, such as a sparse exchange of the program. Until then `.grad`
+        is this rank's own gradient; with gradient_as_bucket_view it is undefined. Set it on every rank,
+        before forward, or after the previous backward has been finalized: a forward that trains raises if a
+        backward has not been finalized. Such backwards are not timed (`_get_ddp_logging_data`). torch has
+        this since 2.15.
         """
         return self._ends_by_hand
 
@@ -183,20 +184,20 @@ class TorchNames(TorchDDP):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward()` has to wait until backward has returned: always, where it is needed.
+        """Whether `finalize_backward()` must wait until backward has returned: always, if it is required.
 
-        torch's also allows it in a hook of the last gradient, in some backward passes.
+        In some backwards, torch's class also allows it in a hook of the last gradient.
         """
         return self._ends_by_hand
 
     def finalize_backward(self) -> None:
-        """Average the gradients of the backward that has returned, where that is left to the caller.
+        """Average the gradients of the backward that has returned (`require_manual_backward_finalization`).
 
-        Collective: every rank calls it once after each synchronised backward. Raises what that backward would
-        have raised.
+        Collective: every rank calls it once after each synchronised backward. Raises the errors that the
+        backward would have raised.
 
         Raises:
-            ConfigError: Backward passes end by themselves, or no backward is to be finalized.
+            ConfigError: Backwards finalize themselves, or there is no backward to finalize.
         """
         if not self._ends_by_hand:
             raise ConfigError(
@@ -204,7 +205,7 @@ class TorchNames(TorchDDP):
                 expected="require_manual_backward_finalization = True, set before forward",
                 got="False",
             )
-        if self._backward_sync is not None:  # alone, a rank's own gradients are the means
+        if self._backward_sync is not None:  # a single rank's own gradients are the means
             self._backward_sync.end_by_hand()
 
     @property
@@ -214,12 +215,12 @@ class TorchNames(TorchDDP):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether buffers are broadcast in training, by this argument or by broadcast_buffers."""
+        """Whether buffers are broadcast in training, by the argument of this name or by broadcast_buffers."""
         return self._config.broadcast_buffers
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """torch.compile cuts a model into graphs of so many bytes. It insists on 1 MiB at least."""
+        """Bytes at which torch.compile splits a model into graphs; it requires at least 1 MiB."""
         return max(self._config.bucket_cap_bytes, MIB)
 
     @property
@@ -234,13 +235,13 @@ class TorchNames(TorchDDP):
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that are left alone; as in torch, those that are delayed, too."""
+        """Names of ignored parameters and buffers; as in torch, delayed parameters are included."""
         delayed = self._arguments["delay_all_reduce_named_params"] or ()
         return self._tensors.ignored.union(name for name, _ in delayed)
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that the module has now, but for those that are left alone."""
+        """The buffers that the module has now, except ignored ones."""
         return dict(self._tensors.current_buffers())
 
     @property
@@ -259,9 +260,9 @@ class TorchNames(TorchDDP):
         raise refuse_replicas()
 
     def __getattr__(self, name: str) -> Any:
-        """What only the wrapped module has is reached through the wrapper: `ddp.config`, `ddp.generate()`.
+        """Attributes of the wrapped module that the wrapper does not have: `ddp.config`, `ddp.generate()`.
 
-        Names that begin with an underscore are not: libraries find out by them what a module is.
+        Names with a leading underscore are not forwarded: libraries detect by them what a module is.
         """
         try:
             return super().__getattr__(name)
@@ -284,7 +285,7 @@ class TorchNames(TorchDDP):
             backward_sync.begin_untrained_forward()
             output = method(*args, **kwargs)
             if torch.autograd._get_sequence_nr() == graph_before:  # type: ignore[attr-defined]
-                return output  # it computed nothing that has a backward
+                return output  # the method computed nothing that has a backward
             backward_sync.buffers.end_forward()
             # Not counted as a forward: it may be any method, called on some ranks only.
             backward_sync.begin_forward((), {}, is_syncing=self._syncs_backward, is_training=False)
@@ -294,7 +295,7 @@ class TorchNames(TorchDDP):
         return call
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's.
+        """As in torch.
 
         Raises:
             TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
@@ -305,7 +306,7 @@ class TorchNames(TorchDDP):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's, but it also takes names without `module.`, saved without the wrapper.
+        """As in torch, but it also takes names without `module.`, saved without the wrapper.
 
         Collective with share_parameters=True: see writing(). assign=True would replace shared parameters.
         """
@@ -336,21 +337,21 @@ class TorchNames(TorchDDP):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Cut the arguments of a call along `dim`, one part for each device."""
+        """Split the arguments of a call along `dim`, one part for each device."""
         return scatter_call(inputs, kwargs, [as_device(device) for device in device_ids], self.dim)
 
     def to_kwargs(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_id: Any
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Move the arguments of a call to a device; in lists of one, as torch does."""
+        """Move the arguments of a call to a device; returns lists of one item, as torch does."""
         moved_inputs, moved_kwargs = moved((inputs, kwargs), as_device(device_id))
         return [moved_inputs], [moved_kwargs]
 
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        """Join what replicas returned along `dim`, on one device."""
+        """Join the outputs of replicas along `dim`, on one device."""
         return gather(outputs, as_device(output_device), self.dim)
 
-    # --- what torch keeps its state in ---
+    # --- torch's reducer and logger ---
 
     @property
     def reducer(self) -> TorchReducer:
@@ -364,7 +365,7 @@ class TorchNames(TorchDDP):
 
     @noting_errors
     def _set_static_graph(self) -> None:
-        """As static_graph=True. Before the first forward that trains, on every rank."""
+        """Set static_graph=True. Call it before the first forward that trains, on every rank."""
         if self.static_graph:
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
@@ -383,7 +384,8 @@ class TorchNames(TorchDDP):
         self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._backward_sync is not None:
             self._backward_sync.use_config(self._config)
-            self._backward_sync.state.status.static_graph = True  # the next backward tells those who have not
+            # In the next backward, ranks that have not called this are reported.
+            self._backward_sync.state.status.static_graph = True
 
     def _check_reducer_finalized(self) -> None:
         state = None if self._backward_sync is None else self._backward_sync.state
@@ -399,19 +401,19 @@ class TorchNames(TorchDDP):
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """The parameters of a module, or (name, parameter) pairs, but for those to be left alone.
+        """The parameters of a module, or (name, parameter) pairs, except ignored ones.
 
-        With names too; torch's forgets about those to be left alone then.
+        With names, torch's function does not leave out the ignored ones.
         """
         for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):  # as _set_params_and_buffers_to_ignore_for_model notes
+            if not hasattr(parameter, "_ddp_ignored"):  # set by _set_params_and_buffers_to_ignore_for_model
                 yield (name, parameter) if named_params else parameter
 
     def _remove_autograd_hooks(self) -> None:
-        """Average no gradients any more: the model can be wrapped anew while this wrapper is still held.
+        """Stop averaging gradients, so that the model can be wrapped again while this wrapper still exists.
 
-        A backward of what this wrapper has computed already leaves each rank its own gradients. The next
-        forward in training mode raises ConfigError.
+        After this, a backward of outputs of this wrapper leaves each rank its own gradients. The next forward
+        in training mode raises ConfigError.
         """
         backward_sync, self._backward_sync = self._backward_sync, None
         self._outer_sync = self._warmup = None
@@ -423,10 +425,10 @@ class TorchNames(TorchDDP):
         self._are_hooks_removed, self._is_connected = True, False
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Time one backward in so many, after the first ten, for `_get_ddp_logging_data`. Without it: 100.
+        """Time one backward in `sample_rate`, after the first ten, for `_get_ddp_logging_data`. Default: 100.
 
         Raises:
-            ConfigError: It is less than 1.
+            ConfigError: The rate is less than 1.
         """
         check = Arguments("_set_ddp_runtime_logging_sample_rate")
         self._sample_rate = sample_rate = check.whole("sample_rate", sample_rate, least=1)
@@ -436,15 +438,15 @@ class TorchNames(TorchDDP):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts about the wrapper and times of its steps, under the names and in the units of torch.
 
-        Strings and integers. Times are in nanoseconds, of this rank: `avg_forward_compute_time`,
-        `avg_backward_compute_time`, `avg_backward_comm_time` (from the first bucket that is complete until
-        all means, and buffers, are in place) and `avg_backward_compute_comm_overlap_time`; without `avg_`
-        those of the last backward that was timed, whose number is `iteration`. Timed are the second to the
-        tenth good backward, and one in a hundred after that, with parameters on the CPU and more than one
-        rank; before, there are no such keys. `can_set_static_graph` is 1 if this rank has used the same
-        parameters in all backward passes so far. Once the wrapper, or a backward of its outputs, has raised
-        an error of ours, `has_error` is 1 and `error` the last one, also if it was caught and training went
-        on.
+        Values are strings and integers. Times are those of this rank, in nanoseconds:
+        `avg_forward_compute_time`, `avg_backward_compute_time`, `avg_backward_comm_time` (from the first
+        complete bucket until all means and buffers are in place) and
+        `avg_backward_compute_comm_overlap_time`. The same names without `avg_` are the times of the last
+        timed backward, whose number is `iteration`. The second to the tenth good backward are timed, and then
+        one in a hundred, with parameters on the CPU and more than one rank; before the first timed backward
+        these keys are missing. `can_set_static_graph` is 1 if this rank has used the same parameters in all
+        backwards so far. Once the wrapper, or a backward of its outputs, has raised a Paceline error,
+        `has_error` is 1 and `error` is the last error, even if it was caught and training continued.
 
         Example:
             >>> ddp._get_ddp_logging_data()["bucket_sizes"]  # bytes of gradients in each bucket
@@ -456,7 +458,7 @@ class TorchNames(TorchDDP):
 
     @noting_errors
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Torch's names for its hooks written in C++: ALLREDUCE and FP16_COMPRESS."""
+        """Register one of torch's hooks that torch has in C++: ALLREDUCE or FP16_COMPRESS."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hooks = {
@@ -474,17 +476,17 @@ class TorchNames(TorchDDP):
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
     ) -> None:
-        """Let `hook` keep the buffers in step, instead of what `buffers` and broadcast_buffers say.
+        """Let `hook` synchronise the buffers, instead of the arguments `buffers` and broadcast_buffers.
 
         Args:
-            state: Handed to the hook, as it is.
+            state: Passed to the hook unchanged.
             hook: Called as `hook(state, {name: buffer})` on every rank, in each forward whose backward will
                 synchronise; changes the buffers. May return a list of futures, which the end of that
                 backward waits for.
             comm_hook_location: torch's `_BufferCommHookLocation`: before forward, or (None) after it.
 
         Raises:
-            TypeError: It is not callable.
+            TypeError: The hook is not callable.
         """
         chosen = BufferHook(state, hook, comm_hook_location)
         self._refuse_with_local_sgd("a buffer hook keeps buffers in step in every backward")
@@ -514,7 +516,7 @@ class TorchNames(TorchDDP):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether buckets have their final order: after the first backward."""
+        """Whether buckets have their final order, which they get after the first backward."""
         return self._backward_sync is not None and self._backward_sync.planning.is_order_final
 
     # --- torch's Join ---
@@ -525,17 +527,18 @@ class TorchNames(TorchDDP):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may make different numbers of steps, as torch's; see also finish().
+        """A context in which ranks may make different numbers of steps, as in torch; see also finish().
 
-        A rank that leaves the context takes part in the others' backward passes until all ranks have left it.
-        Then all ranks have the model of a rank that went on longest, and `.grad` is restored. Make one
-        forward for each backward.
+        A rank that leaves the context takes part in the others' backwards until all ranks have left it. Then
+        all ranks get the model of a rank that trained longest, and `.grad` is restored. Run one forward for
+        each backward.
 
         Args:
             divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: by the
                 number of ranks that still have data.
             enable: False: the context has no effect.
-            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
+            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one of them runs out of
+                data.
 
         Raises:
             ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
@@ -546,7 +549,7 @@ class TorchNames(TorchDDP):
         return NamingJoin(self, is_on, throws, divide)
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
+        """The hook that torch's `Join` runs when this rank has no more data, for its `Joinable` protocol."""
         self._refuse_with_local_sgd(
             "torch's Join counts the backward passes of all ranks; finish() and iterate() don't"
         )
@@ -562,12 +565,12 @@ class TorchNames(TorchDDP):
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` keeps its flags: the device of the model's parameters."""
+        """The device of the model's parameters, on which `Join` keeps its flags."""
         return self._tensors.trainable[0].device
 
     @property
     def join_process_group(self) -> Any:
-        """The group over which `Join` asks who has joined."""
+        """The process group over which `Join` counts the ranks that still have data."""
         return self.process_group
 
     # --- copies; see `pickling` ---
@@ -586,19 +589,19 @@ class TorchNames(TorchDDP):
     def _update_process_group(self, new_process_group: Any) -> None:
         """Train with the ranks of another process group from now on.
 
-        Collective over the new group, between two steps: every rank of it makes this call, one that comes
-        anew too (wrap its model over a group of its own first). A rank that is not in it returns at once, and
-        takes no part in synchronised backward passes until it is. A backward that an exception has broken
-        off, as when a rank died in it, is forgotten. Communication hooks stay, with the group that their
-        state holds.
+        Collective over the new group, between two steps: every rank of the group makes this call, including a
+        new rank (which wraps its model over a group of its own first). A rank that is not in the group
+        returns at once, and takes no part in synchronised backwards until it is in a group. A backward that
+        an exception has interrupted, as when a rank died in it, is discarded. Communication hooks stay, with
+        the group that their state holds.
 
-        Nothing is broadcast. The ranks compare how many good backward passes they have behind them; where
-        that differs, their weights must be equal, bit by bit: give them to a rank that comes anew before this
-        call. Gradients that are left from before are dropped then, as not every rank has them.
+        Nothing is broadcast. The ranks compare their numbers of good backwards. If these differ, their
+        weights must be equal, bit by bit: copy them to a new rank before this call. Gradients from before are
+        then dropped, because not every rank has them.
 
         Raises:
-            ModelMismatchError: The ranks' models differ, or their weights; names the first difference, or
-                the ranks and their numbers of good backward passes.
+            ModelMismatchError: The ranks' models or weights differ; names the first difference, or the ranks
+                and their numbers of good backwards.
         """
         self._refuse_with_local_sgd("_update_process_group() goes on with replicas that are equal")
         regroup(self, new_process_group)
@@ -609,7 +612,7 @@ class TorchReducer:
         self._ddp = ddp
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The next backward synchronises, though its forward was in no_sync(); Accelerate calls it."""
+        """Synchronise the next backward, even if its forward was in no_sync(); Accelerate calls this."""
         backward_sync = self._ddp._backward_sync
         if backward_sync is not None:
             backward_sync.sync_next_backward()
@@ -618,7 +621,7 @@ class TorchReducer:
     def prepare_for_forward(self) -> None: ...
 
     def _rebuild_buckets(self) -> bool:
-        """Buckets are planned anew at the end of the first backward."""
+        """Nothing to do: buckets are planned again at the end of the first backward."""
         return False
 
     def _ddp_graph_static(self) -> bool:
@@ -643,6 +646,6 @@ def moved(inputs: Any, device: torch.device) -> Any:
 
 
 def hide_torchs_own(cls: _Class) -> _Class:
-    """Let `cls` inherit from torch's class only what is listed above."""
+    """Let `cls` inherit only the names listed above from torch's class."""
     hide_inherited(cls, TorchDDP, _INHERITED)
     return cls

@@ -1,6 +1,6 @@
-"""Torch's DistributedDataParallel around ours, or ours around torch's: recognised, and refused with words.
+"""Detects torch's DistributedDataParallel around Paceline's, or Paceline's around torch's, and raises.
 
-Ours within ours is no error: they know of each other (see `sharing`).
+Paceline's wrapper within another one is no error: they know of each other (see `sharing`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _OURS = "paceline.torch.DistributedDataParallel"
 
 
 class AskedWhenWrapped:
-    """An attribute of a module that torch's constructor looks at first, on every rank: it must not wrap ours.
+    """An attribute that raises when torch's constructor reads it, which must not wrap Paceline's wrapper.
 
-    For all others it is not there, unless it is set.
+    torch's constructor reads this attribute first, on every rank. For all other code, the attribute is
+    missing unless it is set.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -39,12 +40,12 @@ def check_inner(module: nn.Module) -> None:
 
 
 def check_outer(model: nn.Module, active: nn.Module | None) -> None:
-    """Refuse a forward that runs within a forward of a wrapper of torch's.
+    """Refuse a forward that runs within a forward of one of torch's wrappers.
 
     Args:
-        model: Ours.
-        active: What torch takes for the DDP module whose forward runs. Some kinds of wrappers don't say; and
-            that of `replicate()`, around a list of parameters, stays there where its forward has raised.
+        model: Paceline's wrapper.
+        active: The DDP module whose forward runs, according to torch. Some kinds of wrappers do not set it;
+            that of `replicate()`, around a list of parameters, leaves it set if its forward has raised.
     """
     if isinstance(getattr(active, "module", None), nn.ParameterList):
         active = None
@@ -65,7 +66,7 @@ def refuse_replicas() -> ConfigError:
 def _wrapper_of_torch(module: nn.Module) -> str | None:
     if isinstance(module, TorchDDP) and not isinstance(module, WrappedModel):
         return _name(TorchDDP)
-    # Nobody has called it where its file is not imported; it changes the class of a module.
+    # replicate() changes the class of a module. If its file is not imported, it was never called.
     replicate = sys.modules.get("torch.distributed._composable.replicate")
     marker = getattr(replicate, "DDP", None)
     if isinstance(marker, type) and isinstance(module, marker):

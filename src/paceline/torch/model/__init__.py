@@ -1,4 +1,4 @@
-"""What is wrapped: the module's parameters, and the arguments that say how.
+"""The wrapped module's parameters and buffers, and the arguments of the wrapper.
 
 Not public.
 """

@@ -1,6 +1,6 @@
-"""Arguments that are torch's own things: modules, devices, groups. Checked before torch sees them.
+"""Checks arguments that are torch objects: modules, devices, process groups.
 
-What is of no framework is checked in `paceline.arguments`.
+`paceline.arguments` checks arguments that do not depend on the framework.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checked_module(owner: str, module: Any, name: str = "module") -> nn.Module:
 
 
 def check_materialised(owner: str, module: nn.Module) -> None:
-    """Refuse a module with parameters or buffers without values in memory, but for ignored names."""
+    """Refuse a module with parameters or buffers that have no values in memory, except ignored names."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
@@ -51,12 +51,12 @@ def check_materialised(owner: str, module: nn.Module) -> None:
 
 
 def current_accelerator() -> torch.device | None:
-    """The accelerator of this machine; None: it has none, of which torch 2.6 would not speak, but raise."""
+    """The accelerator of this machine, or None, where torch 2.6 would raise."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def as_device(device: Any, name: str = "device", owner: str = "DistributedDataParallel") -> torch.device:
-    """A device as users name it; a number is that of an accelerator."""
+    """A device from its name, or from the number of an accelerator."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, int) and not isinstance(device, bool):

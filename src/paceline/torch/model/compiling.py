@@ -1,9 +1,8 @@
-"""What torch.compile must know of the wrapper: that forward is not to be traced, and what it calls is.
+"""Marks the wrapper's functions for torch.compile, and refuses a backward that torch.compile has compiled.
 
-And what the wrapper must know of it: whether it compiles backward, too, which then averages nothing.
-
-As torch.compiler.disable(), which imports the compiler and so costs every program seconds. So the two marks
-that it leaves are made here; where torch has others, it is called.
+torch.compile must not trace the wrapper's forward, but must compile the module that forward calls.
+torch.compiler.disable() would set the marks for this, but it imports the compiler, which takes seconds in
+every program. So the two marks that it sets are set here; if torch has other ones, it is called.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ def untraced(function: _Function) -> _Function:
 
 
 def untraced_itself(function: _Function) -> _Function:
-    """Keep torch.compile from tracing a function; what it calls is compiled all the same."""
+    """Keep torch.compile from tracing a function; functions that it calls are still compiled."""
     return _mark(function, is_recursive=False)
 
 
 def refuse_compiled_autograd() -> None:
-    """Refuse a backward that torch compiles, as torch's own class does, or a forward where it may come next.
+    """Raise if compiled autograd is on, which torch's own class also refuses. Called in forward and backward.
 
-    Of the hooks that average, such a backward calls some at other times than autograd, and some never.
+    A compiled backward calls some of the hooks that average at other times than autograd, and some never.
     """
-    # Not imported: a program that has not compiled anything has no such module, and need not wait for it.
+    # Looked up instead of imported: a program that has compiled nothing does not pay for the import.
     state = sys.modules.get("torch._dynamo.compiled_autograd")
     if state is None or not (state.compiled_autograd_enabled or state.in_compiled_autograd_region):
         return
@@ -52,11 +51,11 @@ def _mark(function: _Function, *, is_recursive: bool) -> _Function:
         frames = torch._C._dynamo.eval_frame
         skip, compile_ = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         strategy = frames._FrameExecStrategy(skip, skip if is_recursive else compile_)
-        frames.set_code_exec_strategy(function.__code__, strategy)  # when Python calls it
+        frames.set_code_exec_strategy(function.__code__, strategy)  # for calls from Python
     except AttributeError:
         disabled: _Function = torch.compiler.disable(function, recursive=is_recursive)  # type: ignore[no-untyped-call]
         return disabled
     marks = {"": True, "_msg": "it synchronises with other ranks", "_recursive": is_recursive}
-    for name, value in marks.items():  # when what is being traced calls it
+    for name, value in marks.items():  # for calls from a function that is being traced
         setattr(function, f"_torchdynamo_disable{name}", value)
     return function

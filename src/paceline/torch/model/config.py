@@ -1,6 +1,6 @@
-"""The arguments of `DistributedDataParallel`, checked and made one frozen object.
+"""The arguments of `DistributedDataParallel`, checked and collected in one frozen object.
 
-An argument of torch's DDP is honoured, or refused with a sentence; none is silently ignored.
+Each argument of torch's DDP takes effect, or is refused with an error; none is ignored silently.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from paceline.torch.model.arguments import as_device, check_devices
 from paceline.torch.model.precision import as_precision
 
 Weight = float | int | torch.Tensor
-"""A finite number that is not negative: of samples, of tokens."""
+"""A finite number that is not negative, such as a number of samples or tokens."""
 
 _arguments = WrapperArguments("DistributedDataParallel", (*REDUCE_THROUGH, HOSTS))
-DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
+DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that communication overlaps as with torch's DDP
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
 
 _NOT_OPTIONS = (
-    "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
+    "delay_all_reduce_named_params",  # `ManagedTensors` uses these two
     "param_to_hook_all_reduce",
 )
-"""Arguments of torch that are no options."""
+"""Arguments of torch's class that `DDPConfig` does not hold."""
 
 _OURS = (
     "buffers",
@@ -61,14 +61,14 @@ _OURS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(WrapperOptions):
-    """What a wrapped model was asked to do.
+    """The options of a wrapped model.
 
     Attributes:
-        device: Inputs are moved there; None: they are taken as they are.
+        device: Inputs are moved to this device; None: they are not moved.
     """
 
     device: torch.device | None
-    # Whether parameters that no rank uses are let be. No: they raise, as in torch.
+    # Whether parameters that no rank uses are allowed. No: they raise, as in torch.
     allow_globally_unused: ClassVar[bool] = False
 
     @property
@@ -96,7 +96,7 @@ def make_config(
     check.flag("check_reduction", check_reduction)
     check.flag("lazy_bucket_allocation", lazy_bucket_allocation)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-    check.flag("batched_grad_copy", batched_grad_copy)  # over a process group gradients are always copied so
+    check.flag("batched_grad_copy", batched_grad_copy)  # over a process group, copies are always batched
     options = _arguments.shared(
         others,
         as_precision(mixed_precision),
@@ -128,10 +128,10 @@ def _single_device(
 
 
 def _check_later(arguments: Mapping[str, Any]) -> None:
-    """Take arguments of the installed torch that this class does not know, if they have torch's default.
+    """Accept arguments of the installed torch that this class does not know, if they have torch's default.
 
-    Code that passes torch's defaults explicitly must run with any torch; another value must not be ignored
-    silently.
+    Code that passes torch's defaults explicitly must run with any torch. Any other value must raise, and not
+    be ignored silently.
     """
     known = inspect.signature(TorchDDP.__init__).parameters
     for name, value in arguments.items():

@@ -1,7 +1,7 @@
-"""What stands in `.grad` of torch's parameters for gradients of which each rank has its part.
+"""The stand-in in `.grad` of a parameter whose gradient is scattered: each rank has a part of it.
 
-It is a tensor without elements, and whatever computes with it raises on every rank: torch's
-clip_grad_norm_, an optimizer that is not sharded, numpy, a backward that would add to it.
+It is a tensor without elements. Every computation with it raises, on every rank: torch's clip_grad_norm_, an
+optimizer that is not sharded, numpy, a backward that would add to it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # 
 
 
 class ScatteredGradient(torch.Tensor):
-    """Stands in `.grad`: it has the shape of the gradient, and no elements.
+    """The value of `.grad`: it has the shape of the gradient, and no elements.
 
     Attributes:
-        of: The gradients that it is one of.
+        of: The scattered gradients that it belongs to.
         name_of: The parameter's name.
-        number: Which parameter's it is.
-        of_backward: The backward that has put it there.
+        number: The parameter's index.
+        of_backward: The number of the backward that has set it.
     """
 
     of: Scattered
@@ -61,10 +61,10 @@ Scattered: TypeAlias = scattered_gradients.Scattered[torch.Tensor]
 
 
 def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """What a GradScaler does to gradients: divide them by the scale, and tell whether one is not finite.
+    """The work of a GradScaler on gradients: divide them by the scale, and report whether one is not finite.
 
-    Each rank divides what it owns, and reports for all, as the backward passes found it: so all ranks skip
-    the same steps.
+    Each rank divides the parts that it owns. It reports non-finite gradients of all ranks, which the backward
+    has found, so that all ranks skip the same steps.
     """
     whole: list[torch.Tensor] = []
     by_model: dict[int, list[ScatteredGradient]] = {}

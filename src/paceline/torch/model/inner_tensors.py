@@ -1,7 +1,7 @@
-"""The plain tensors in which the values of a parameter or buffer lie: itself, or others within it.
+"""The plain tensors that hold the values of a parameter or buffer: the tensor itself, or tensors within it.
 
-A quantised weight, a jagged or a sparse tensor has no memory of its own: it consists of plain tensors. What
-copies, compares or hashes values by their address looks at these.
+A quantised weight, a jagged or a sparse tensor has no memory of its own: it consists of plain tensors. Code
+that copies, compares or hashes values by address uses these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 Named = list[tuple[str, torch.Tensor]]
 
 PLAIN_CLASSES = frozenset({torch.Tensor, nn.Parameter})
-"""Whose objects have memory of their own, as a rule."""
+"""Classes whose objects usually have memory of their own."""
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -35,7 +35,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its values lie in memory of its own, each element in a place of its own."""
+    """Whether the tensor has memory of its own, with a separate place for each element."""
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
@@ -47,8 +47,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The plain tensors in which the values of these lie; the same sequence, if all are plain."""
-    # The usual case first, which every backward of a model with buffers comes to.
+    """The plain tensors that hold the values of these tensors; the same sequence, if all are plain."""
+    # The usual case first: every backward of a model with buffers runs this.
     if all(
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
@@ -61,9 +61,9 @@ def plain_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def inner_tensors(name: str, tensor: torch.Tensor) -> Named:
-    """The plain tensors in which the values of a tensor lie, with names; itself if it is plain.
+    """The plain tensors that hold the values of a tensor, with names; the tensor itself if it is plain.
 
-    Those within another one count their writes by themselves, not together with it.
+    An inner tensor has a version counter of its own, not that of the outer tensor.
 
     Example:
         >>> [name for name, _ in inner_tensors("mask", torch.eye(3).to_sparse())]
@@ -105,7 +105,7 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Named:
 
 
 def form(tensor: torch.Tensor) -> str:
-    """What of a tensor must be the same on all ranks besides its inner tensors."""
+    """Properties of a tensor that must be the same on all ranks, besides its inner tensors."""
     if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided and not tensor.is_quantized:
         if tensor.is_nested:
             return f"nested, of sizes {tensor._nested_tensor_size().tolist()}"
@@ -118,12 +118,12 @@ def form(tensor: torch.Tensor) -> str:
 
 
 def has_no_mean(tensor: torch.Tensor) -> bool:
-    """Whether its elements are not numbers of their own, whose means could be written in their place."""
+    """Whether the tensor cannot be averaged in place, element by element."""
     return is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.is_nested
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values in a new plain tensor of its shape, without a graph."""
+    """A copy of the values in a new plain tensor of the same shape, without a graph."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
@@ -136,7 +136,7 @@ def why_not_trained(parameter: torch.Tensor) -> str:
         return ""
     try:
         as_plain(parameter)
-    except Exception as error:  # whatever its class raises for what it does not know
+    except Exception as error:  # a class may raise any error for an operation that it does not support
         return (
             f"{type(parameter).__name__} can't be copied into a plain tensor: {type(error).__name__}: {error}"
         )
@@ -144,7 +144,7 @@ def why_not_trained(parameter: torch.Tensor) -> str:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory, in any order of dimensions, and none lies twice."""
+    """Whether the elements fill a range of memory without overlap, in any order of dimensions."""
     if is_wrapper(tensor):
         return False
     expected = 1
@@ -157,7 +157,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last; of no memory that other tensors have."""
+    """Bytes from the first element to the end of the last one."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -165,7 +165,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def is_disjoint(tensor: torch.Tensor) -> bool:
-    """Enough, and true of all that people make."""
+    """Whether no two elements share memory. May return False for some unusual strides that are disjoint."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1:
@@ -186,12 +186,12 @@ def _of_quantised(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _each_place_once(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of a class of torch's own on the same memory, in which no two elements share a place."""
+    """A tensor of a class of torch's own on the same memory, in which no two elements share a place."""
     if type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
         with torch._C.DisableTorchFunctionSubclass():
             tensor = tensor.data.as_subclass(torch.Tensor)
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if size > 1 and stride == 0:  # expanded: the same places again
+        if size > 1 and stride == 0:  # an expanded dimension repeats the same places
             tensor = tensor.narrow(dimension, 0, 1)
     if is_disjoint(tensor):
         return tensor

@@ -1,6 +1,6 @@
-"""The parameters and buffers of a wrapped module, and what has become of them since it was wrapped.
+"""The parameters and buffers of a wrapped module, and their changes since it was wrapped.
 
-A module may change in every way, as long as no parameter is trained that no rank averages.
+A module may change in any way, except that every trained parameter must be one whose gradient is averaged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = {
     "complex64": torch.complex64,  # reduced as pairs of real numbers
     "complex128": torch.complex128,
 }
-"""Gradients that both kinds of reducer average."""
+"""The dtypes of gradients that both kinds of reducer average."""
 
 
 def _has_exchange_api() -> bool:
@@ -50,15 +50,15 @@ def _has_exchange_api() -> bool:
 
 
 HAS_EXCHANGE_API = _has_exchange_api()
-"""Whether the core can look at tensors: torch 2.10 and newer, if the core knows its table of functions."""
+"""Whether the core can read tensors directly: torch 2.10 or newer, if the core knows its function table."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Generated:
-    """Stands for the snapshot of a module that puts tensors of its own where parameters are.
+    """Replaces the snapshot of a module that sets computed tensors in place of its parameters.
 
-    A hypernetwork does that in each forward. A snapshot would keep them, and the graph of the forward.
+    A hypernetwork does this in each forward. A snapshot would keep these tensors and their graph alive.
     """
 
     def is_unchanged(self) -> bool:
@@ -66,21 +66,21 @@ class _Generated:
 
 
 class ManagedTensors:
-    """What DDP keeps in step: trainable parameters (their gradients), frozen ones and buffers (their values).
+    """The tensors that DDP synchronises: trainable parameters (their gradients), frozen ones and buffers.
 
-    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP; what has another
-    object, or another name, later on, too.
+    Names in `module._ddp_params_and_buffers_to_ignore` are ignored, as in torch's DDP. They stay ignored if
+    the name gets another tensor later, or the tensor another name.
 
     Attributes:
-        sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
+        sparse: Indices of trainable parameters with sparse gradients: of embeddings with sparse=True.
         delayed: Indices of delay_all_reduce_named_params.
         trigger: Index of param_to_hook_all_reduce.
-        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
+        frozen_now: Indices of trainable parameters that were frozen at the last check in a forward.
     """
 
     def __init__(self, module: nn.Module, also_trained: Collection[str] = ()) -> None:
         self.ignored = ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        # Without what a forward has computed and put where a parameter would be.
+        # Without tensors that a forward has computed and set in place of parameters.
         named = [(name, p) for name, p in module.named_parameters() if name not in ignored and p.is_leaf]
         self.all_parameters = dict(named)
         trained = [(name, p) for name, p in named if p.requires_grad or name in also_trained]
@@ -98,11 +98,11 @@ class ManagedTensors:
         self.frozen_now: frozenset[int] = frozenset()
         self._module = module
         held = (*module.named_parameters(), *module.named_buffers())
-        # Kept, so that no other object gets one's identity.
+        # Kept alive, so that no other object can get the same id().
         self._ignored_tensors = {id(tensor): tensor for name, tensor in held if name in ignored}
         self._index_of = {id(p): index for index, p in enumerate(self.trainable)}
         self._current: _CurrentBuffers | None = None
-        # What was last synchronised, how, and where it lies.
+        # The buffers that were last synchronised, whether through pointers, and the tensors to write to.
         self._places: tuple[Mapping[str, torch.Tensor], bool, Mapping[str, torch.Tensor]] | None = None
         self._take_structure()
 
@@ -125,7 +125,7 @@ class ManagedTensors:
     def specs(
         self, reduce_dtype: torch.dtype | None = None, *, complex_as_real: bool = True
     ) -> list[ParameterSpec]:
-        """The parameters as a plan knows them; those with sparse gradients need no place in it."""
+        """The parameters for a plan; those with sparse gradients need no place in it."""
         specs = []
         for index, (name, p) in enumerate(zip(self.names, self.trainable)):
             dtype = p.dtype if p.is_complex() else reduce_dtype or p.dtype
@@ -145,7 +145,10 @@ class ManagedTensors:
             )
 
     def delay(self, arguments: dict[str, Any]) -> None:
-        """Of these arguments, an iterator is replaced by a dictionary: a copy of the wrapper looks again."""
+        """Read the two arguments of delayed gradients.
+
+        An iterator in `arguments` is replaced by a dictionary, because a copy of the wrapper reads it again.
+        """
         name, trigger = "delay_all_reduce_named_params", arguments["param_to_hook_all_reduce"]
         delayed = WrapperArguments("DistributedDataParallel").delayed(
             arguments[name], trigger, known=self.all_parameters, trained=self.trainable
@@ -155,7 +158,7 @@ class ManagedTensors:
         self.trigger = next((index for index, p in enumerate(self.trainable) if p is trigger), None)
 
     def agreed_options(self) -> dict[str, str]:
-        """What `delay` was told, as it must be on all ranks."""
+        """The arguments of `delay`, which must be the same on all ranks."""
         return {
             "delay_all_reduce_named_params": ", ".join(self.names[index] for index in sorted(self.delayed)),
             "param_to_hook_all_reduce": "" if self.trigger is None else self.names[self.trigger],
@@ -218,7 +221,7 @@ class ManagedTensors:
                 hint="call the module itself; or unfreeze parameters before wrapping it",
             )
         for name, tensor in (*self.all_parameters.items(), *self.buffers.items()):
-            if hasattr(tensor, "device_mesh"):  # torch's DTensor, which need not be imported to be told
+            if hasattr(tensor, "device_mesh"):  # torch's DTensor, recognised without an import
                 raise ConfigError(
                     f"DistributedDataParallel: '{name}' is a DTensor, of which each rank may hold a part.",
                     seen=f"placements {getattr(tensor, 'placements', '?')}",
@@ -257,7 +260,7 @@ class ManagedTensors:
         return id(tensor) in self._index_of
 
     def are_trained(self) -> bool:
-        """Whether the backward of a forward that runs now may bring gradients to average.
+        """Whether the backward of the current forward may produce gradients to average.
 
         Returns:
             False where all parameters are frozen, or torch.func.functional_call runs the module with other
@@ -275,18 +278,18 @@ class ManagedTensors:
             is_whole = all(self._is_parameter(tensor) for tensor in tensors)
             if not is_whole and (_is_transforming() or not any(id(t) in self._index_of for t in tensors)):
                 return False
-            unknown_peers = self._unknown_peers()
-            if unknown_peers:
-                raise self._changed(unknown_peers)
+            unknown = self._unknown_parameters()
+            if unknown:
+                raise self._changed(unknown)
             self._take_structure()
         elif any(p.requires_grad for p in self._untrained):
-            raise self._changed(self._unknown_peers())
+            raise self._changed(self._unknown_parameters())
         self._take_flags()
         return self._is_trained
 
     def _take_structure(self) -> None:
         modules = list(self._module.modules())
-        # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
+        # Walking the modules takes far longer than comparing the dictionaries in which they keep tensors.
         self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         held_by_all = (tensor for slots in self._dicts for tensor in slots.values())
         self._is_generated = not all(tensor is None or self._is_parameter(tensor) for tensor in held_by_all)
@@ -337,21 +340,21 @@ class ManagedTensors:
         return ((name, p) for name, p in named if not self._is_ignored(name, p))
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        # torch.jit.load makes plain tensors of parameters.
+        # torch.jit.load turns parameters into plain tensors.
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._index_of
 
     def _is_ignored(self, name: str, tensor: torch.Tensor | None) -> bool:
         return name in self.ignored or id(tensor) in self._ignored_tensors
 
-    def _unknown_peers(self) -> list[str]:
+    def _unknown_parameters(self) -> list[str]:
         return [name for name, p in self._managed() if p.requires_grad and id(p) not in self._index_of]
 
-    def _changed(self, unknown_peers: Sequence[str]) -> ConfigError:
+    def _changed(self, unknown: Sequence[str]) -> ConfigError:
         now, before = dict(self._module.named_parameters()), self.all_parameters
         changes = {
-            "added": [name for name in unknown_peers if name not in before],
-            "replaced": [name for name in unknown_peers if name in before and now[name] is not before[name]],
-            "unfrozen": [name for name in unknown_peers if name in before and now[name] is before[name]],
+            "added": [name for name in unknown if name not in before],
+            "replaced": [name for name in unknown if name in before and now[name] is not before[name]],
+            "unfrozen": [name for name in unknown if name in before and now[name] is before[name]],
         }
         return ConfigError(
             "A wrapped model has parameters to train that it had not when it was wrapped.",
@@ -364,7 +367,7 @@ class ManagedTensors:
 
 
 def _is_transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap) runs, whose gradients are its caller's alone."""
+    """Whether a transform of torch.func (grad, vmap) runs, whose gradients only its caller uses."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -375,7 +378,7 @@ def _owned_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 class _ScriptSlots:
-    """The buffers of a ScriptModule as a dictionary, as far as that is asked."""
+    """The buffers of a ScriptModule, with the methods of a dictionary that are needed here."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -394,7 +397,7 @@ def _slots_of(owner: nn.Module) -> dict[str, torch.Tensor | None] | _ScriptSlots
 
 
 def _dict_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A ScriptModule has no dictionary: this is one of the buffers that it has now."""
+    """The buffers of a module as a dictionary; for a ScriptModule a copy, because it has none."""
     held = module._buffers
     return held if isinstance(held, dict) else dict(held.items())
 
@@ -404,7 +407,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def other_gradients(name: str, own: torch.dtype, gradients: torch.dtype) -> ConfigError:
-    """Its gradients are to have another dtype than the parameter itself, for which torch has `grad_dtype`."""
+    """The error for a parameter whose `grad_dtype` differs from its own dtype."""
     return ConfigError(
         f"DistributedDataParallel cannot average gradients of {gradients} of '{name}', which is {own}.",
         expected=f"gradients of the parameter's own dtype, {own}",
@@ -417,7 +420,7 @@ def other_gradients(name: str, own: torch.dtype, gradients: torch.dtype) -> Conf
 def describe_tensors(
     name: str, tensor: torch.Tensor, *, requires_grad: bool | None
 ) -> Iterator[TensorDescription]:
-    """A parameter or a buffer as all ranks must have it: the plain tensors of which it consists."""
+    """Describe a parameter or buffer, which all ranks must have alike, by its plain tensors."""
     what = form(tensor)
     for part_name, part in inner_tensors(name, tensor):
         dtype = dtype_name(part.dtype)
@@ -434,22 +437,22 @@ def describe_tensors(
 def is_running_statistic(owner: nn.Module, key: str) -> bool:
     """Whether a buffer is one of a batch norm, or an instance norm.
 
-    While it is trained, the layer saves these buffers and does not read them in backward: no graph becomes
-    useless. It writes to them in each forward, without a new version either. In evaluation mode it reads
-    them, and usually no forward in training mode has changed them meanwhile.
+    In training mode, the layer saves these buffers for backward but does not read them there, so writing to
+    them makes no graph invalid. The layer itself writes to them in each forward without a new version. In
+    evaluation mode backward reads them, but usually no forward in training mode has changed them meanwhile.
     """
     if key not in _STATISTICS:
         return False
-    if isinstance(owner, torch.jit.ScriptModule):  # of another class than what it was made of
+    if isinstance(owner, torch.jit.ScriptModule):  # its class is not that of the original module
         name: str = getattr(owner, "original_name", "")
         return name.startswith(("BatchNorm", "SyncBatchNorm", "InstanceNorm"))
     return isinstance(owner, _NormBase)
 
 
 def _is_power_iteration(owner: nn.Module, key: str) -> bool:
-    """Whether a buffer is one of a spectral norm's, which estimates the largest singular value of a weight.
+    """Whether a buffer belongs to a spectral norm, which estimates the largest singular value of a weight.
 
-    In training mode the norm writes it whenever the weight is computed.
+    In training mode the norm writes the buffer whenever the weight is computed.
     """
     if isinstance(owner, _SpectralNorm):
         return key in ("_u", "_v")
@@ -458,14 +461,12 @@ def _is_power_iteration(owner: nn.Module, key: str) -> bool:
 
 
 class _CurrentBuffers:
-    """The buffers that the modules had when they were last asked for, and whether these are still
-    the same.
-    """
+    """The buffers of the modules at the last query, and a check whether they are still the same."""
 
     def __init__(self, buffers: dict[str, torch.Tensor], slots: list[tuple[str, Any]] | None) -> None:
         self.buffers = buffers
         self._tensors = list(buffers.values())
-        # A tensor that consists of others may get other ones.
+        # The inner tensors of a tensor may be replaced.
         is_plain = HAS_EXCHANGE_API and plain_tensors(self._tensors) is self._tensors
         self._layouts = _core.hash_layouts(self._tensors) if is_plain and slots is not None else 0
         dicts = [held for _, held in slots] if slots is not None and self._layouts else []
@@ -479,12 +480,12 @@ class _CurrentBuffers:
 class WrittenBuffers:
     """Buffers that are about to be written to, some of which autograd may have saved for a later backward.
 
-    Autograd tells from a tensor's version whether it still holds what was saved. So a buffer gets a new
-    version when its bits have changed, and no other: what autograd then raises is true, and no graph is lost
-    for nothing. On a device it gets one in any case: to look at the bits would be to wait for the device.
+    Autograd detects a changed tensor by its version. So a buffer gets a new version only if its bits have
+    changed: then autograd raises only if a saved value has really changed. On a device a buffer always gets a
+    new version, because comparing the bits would wait for the device.
 
     Attributes:
-        places: What to write to, by name.
+        places: The tensors to write to, by name.
     """
 
     def __init__(
@@ -506,8 +507,8 @@ class WrittenBuffers:
 
 
 def _places_of(buffers: Mapping[str, torch.Tensor], counting: Collection[str]) -> dict[str, torch.Tensor]:
-    """The same memory as the buffers, written to without a new version of a buffer."""
-    # What consists of other tensors counts no writes to these.
+    """Tensors on the memory of the buffers; writes to those in `counting` give no buffer a new version."""
+    # A wrapper's own version does not count writes to its inner tensors.
     return {
         name: buffer.data if name in counting and not is_wrapper(buffer) else buffer
         for name, buffer in buffers.items()
@@ -521,5 +522,5 @@ def _hashes(buffers: Sequence[torch.Tensor]) -> list[int]:
         counts.append(len(parts))
         whole += parts
     hashes = iter(_core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole]))
-    # Of several, one that changes if any of theirs does.
+    # For several inner tensors, one hash that changes if any of theirs does.
     return [next(hashes) if count == 1 else hash(tuple(itertools.islice(hashes, count))) for count in counts]

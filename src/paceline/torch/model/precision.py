@@ -1,7 +1,7 @@
-"""Native mixed precision: forward in a smaller dtype, gradients and optimizer in the parameters' own.
+"""Native mixed precision: forward in a smaller dtype, gradients and optimizer in the parameters' own dtype.
 
-The module runs with casts of its parameters in their place, made within autograd. So gradients
-arrive in the parameters' own dtype, and parameters, state_dict and optimizer never see the smaller one.
+The module runs with cast copies in place of its parameters, and autograd records the casts. So gradients have
+the parameters' own dtype, and parameters, state_dict and optimizer never have the smaller one.
 """
 
 from __future__ import annotations

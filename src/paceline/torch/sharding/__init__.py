@@ -1,7 +1,10 @@
-"""One model for all ranks of a host, and an optimizer of which each rank does a part, for torch.
+"""Shared parameters of a host, and the sharded optimizer, for torch.
 
-Steps of torch's optimizers (`optimizer_steps`); `share()` (`shared_storage`); the optimizer that users hold
-(`sharded_optimizer`), and its arguments (`param_groups`).
+    sharded_optimizer   `ShardedOptimizer`
+    param_groups        its arguments
+    optimizer_steps     steps of torch's optimizers
+    shared_storage      `share()`
+    memory_plan         `plan_memory()`
 
 Not public.
 """

@@ -1,7 +1,7 @@
-"""`plan_memory`: how much memory a training of a model will take, computed without allocating the model.
+"""`plan_memory`: computes how much memory the training of a model takes, without allocating the model.
 
-A model on torch's device "meta" has shapes and no elements, and an optimizer makes a step there and shows its
-state. Models and optimizers that refuse this are made in memory.
+A model on torch's device "meta" has shapes but no elements. The optimizer runs one step there to create its
+state. Models and optimizers that do not support "meta" are created in memory.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def plan_memory(
     optimizer_class: type[Optimizer] = torch.optim.Adam,
     **options: Any,
 ) -> MemoryPlan:
-    """How much memory parameters, gradients and the optimizer's state take on each host, by way to train.
+    """The memory that parameters, gradients and optimizer state take on each host, for each way to train.
 
-    Nothing is measured, and no rank is needed. Not counted: activations, and what each process takes before
-    there is a model (Python and torch: some 200 MiB, of which libraries are in memory once); with several
-    hosts, what is on its way between them.
+    Nothing is measured, and no rank is needed. Not counted: activations; what each process takes without a
+    model (Python and torch: some 200 MiB, of which libraries are in memory once); and, with several hosts,
+    messages between them.
 
     Args:
         make_model: Makes the model. Called with torch's device "meta", so nothing is allocated; if it raises
-            there, called again without.
-        ranks: Number of ranks, of all hosts.
-        hosts: Number of hosts, with equally many ranks each.
+            there, it is called again without it.
+        ranks: Number of ranks on all hosts.
+        hosts: Number of hosts, each with the same number of ranks.
         optimizer_class: The optimizer.
-        options: Its further arguments.
+        options: Further arguments of the optimizer.
 
     Raises:
-        ConfigError: No model can be made, or the numbers do not go together.
+        ConfigError: No model can be made, or the number of ranks is no multiple of the number of hosts.
 
     Example:
         >>> plan = plan_memory(lambda: nn.Linear(1000, 1000), ranks=4)
@@ -89,7 +89,7 @@ def _make(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, bool]:
     try:
         with _META, torch.random.fork_rng(devices=[]):
             module = make_model()
-    except Exception:  # of whatever kind: it needs values to make a model
+    except Exception:  # of any kind: make_model needs values
         is_allocated = True
         module = make_model()
     if not isinstance(module, nn.Module):
@@ -106,7 +106,7 @@ def _state_bytes(
         return _stepped(
             [torch.empty_like(each, device=_META) for each in parameters], optimizer_class, options
         )
-    except Exception:  # it looks at values, or has no kernel for a device without any
+    except Exception:  # the optimizer reads values, or has no kernel for "meta"
         seen: dict[tuple[torch.Size, torch.dtype], int] = {}
         for each in parameters:
             kind = (each.shape, each.dtype)

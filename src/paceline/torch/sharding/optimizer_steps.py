@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers: on small tensors, to find out how they work, and of one block of a journal."""
+"""Steps of torch's optimizers: trial steps on small tensors, and steps of one block of a journal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TRIAL_STEPS = 4
 
 
 def kind_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], model: torch.Tensor) -> Kind:
-    """How this optimizer, with these options, can be divided. Leaves torch's random numbers as they are.
+    """How the step of this optimizer, with these options, can be divided. Keeps torch's random state.
 
     Raises:
-        Exception: What its step raises on such parameters, whatever their shape.
+        Exception: The error of its step on such parameters, if it raises for any shape.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return kinds.kind_of(_TorchWorkshop(optimizer_class, options, model))
@@ -95,10 +95,10 @@ class TorchPart(Part[torch.Tensor]):
 
 
 def slots_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> list[Slot]:
-    """What an optimizer remembers of a parameter; found out by steps on small tensors.
+    """The state that an optimizer keeps for a parameter, found by trial steps on small tensors.
 
     Raises:
-        ConfigError: Its step cannot be made in blocks, or it remembers what is no tensor.
+        ConfigError: Its step cannot be made in blocks, or its state has values that are not tensors.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         whole, parts = ([torch.linspace(-1, 1, size).to(dtype) for size in _SIZES] for _ in range(2))

@@ -1,8 +1,7 @@
 """The arguments of `ShardedOptimizer`: groups of parameters and their hyperparameters, checked.
 
-What the optimizer's own class would make of the arguments, it makes, of small stand-ins for the
-parameters. So a group has all the options that it would have there, and what is wrong raises as it would
-there.
+The optimizer's own class processes the arguments, with small stand-ins for the parameters. So each group gets
+the options that it has in an unsharded optimizer, and a wrong argument raises the same error.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def filled_as(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 def make_optimizer(
     optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> Optimizer:
-    """An optimizer of torch's."""
     try:
         return optimizer_class(groups, **defaults)
     except (TypeError, ValueError) as error:
@@ -56,7 +54,7 @@ def make_optimizer(
 
 
 def check_class(optimizer_class: Any) -> None:
-    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded."""
+    """Refuse anything but an optimizer class, and a class whose methods show that it cannot be sharded."""
     optimizer_arguments.check_class(optimizer_class, Optimizer, "torch's", "torch.optim.AdamW")
     if optimizer_class is torch.optim.SparseAdam:
         raise Arguments(OWNER).refuse(
@@ -127,7 +125,7 @@ def check_tensors(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def plain_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Hyperparameters, with numbers in the place of tensors of one element."""
+    """Hyperparameters, with tensors of one element as numbers."""
     return [
         {
             key: value.item()
@@ -144,9 +142,9 @@ _UNCHANGING = frozenset({int, float, bool, complex, str, tuple, type(None)})
 
 
 def looked_at(groups: Iterable[Mapping[str, Any]]) -> list[object]:
-    """Hyperparameters as they are now, to be compared with what they are later. Cheap, where they are plain.
+    """A snapshot of hyperparameters, to compare with later ones. Cheap if all values are immutable.
 
-    A value that can be changed in place (a tensor, a list) counts as what it holds.
+    A value that can be changed in place (a tensor, a list) is replaced by its contents.
     """
     seen: list[object] = []
     for group in groups:
@@ -168,7 +166,7 @@ def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Without torch's frame, which calls global hooks: they are called for the whole."""
+    """The step without torch's wrapper, which calls global hooks: they are called once for the whole step."""
     step: Callable[..., Any] = type(optimizer).step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 

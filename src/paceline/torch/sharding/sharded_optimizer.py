@@ -1,7 +1,6 @@
-"""`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
+"""`ShardedOptimizer`: each rank makes a part of the optimizer's step and holds a part of its state.
 
-How the ranks make a step is in `paceline.sharding.sharded_steps`; this file is the optimizer that users
-hold.
+This file has the class that users construct. `paceline.sharding.sharded_steps` has the steps.
 """
 
 from __future__ import annotations
@@ -60,18 +59,18 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
-    """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
+    """An optimizer whose step is divided over the ranks: each updates its part, and holds its state.
 
-    A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. With N ranks, each holds an N-th of the
-    optimizer's state, and makes an N-th of its step; then every rank gets what the others have written, in
-    memory that they share where they are on one host. Of a model that is wrapped with `share_parameters=True`
-    nothing has to be copied: each rank writes its part for all. Parameters, gradients and the hyperparameters
-    in `param_groups` are those of all parameters, on every rank.
+    A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. With N ranks, each rank holds an N-th of
+    the optimizer's state, and makes an N-th of its step. Then every rank gets the updates of the others, in
+    shared memory if they are on one host. With `share_parameters=True` in the model's wrapper nothing is
+    copied: each rank writes its part for all ranks. Parameters, gradients and the hyperparameters in
+    `param_groups` are those of all parameters, on every rank.
 
-    An optimizer that updates every element by itself (SGD, Adam and its relatives, RMSprop, ..., also those
-    of other libraries: steps on small tensors find it out) has its parameters cut anywhere, so that every
-    rank has equally much to do. Its parameters have the bits of the optimizer that is not sharded. Others
-    (Adafactor, Muon, ...) get whole parameters, balanced by size.
+    If the optimizer updates every element separately (SGD, Adam and its relatives, RMSprop, ..., also those
+    of other libraries: trial steps on small tensors detect this), its parameters are split anywhere, so that
+    all ranks have the same work. The parameters then have the bits of the unsharded optimizer. For other
+    optimizers (Adafactor, Muon, ...) each rank gets whole parameters, balanced by size.
 
     Collective: the constructor, step(), consolidate_state_dict() and add_param_group(), on all ranks and in
     the same order. Before anything is written, step() compares the hyperparameters of all ranks, and which
@@ -79,23 +78,23 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     `DistributedDataParallel`.
 
     Args:
-        params: Parameters, (name, parameter) pairs or groups of them, as of any optimizer of torch; the same
+        params: Parameters, (name, parameter) pairs or groups of them, as for any torch optimizer; the same
             on all ranks, dense, and all on the CPU or all on GPUs.
-        optimizer_class: The optimizer: `torch.optim.AdamW`. Not LBFGS, nor another one that evaluates the
-            loss several times in a step or that updates a parameter by what it sees of others.
+        optimizer_class: The optimizer: `torch.optim.AdamW`. Not LBFGS, or any other that evaluates the loss
+            several times in a step or that updates one parameter by the values of others.
         process_group: A process group of torch or a `paceline.Group`. None: torch's default group, or, if
             torch.distributed is not initialised, a group formed from the environment that `paceline run` has
             set.
-        parameters_as_bucket_view: Accepted for compatibility; it has no effect. Parameters travel from where
-            they lie, many at a time.
+        parameters_as_bucket_view: Accepted for compatibility; it has no effect. Parameters are sent from
+            their own memory, many at a time.
         overlap_with_ddp: Must be False.
-        reduce_through: How updated parameters travel: through "memory" that the ranks share, the process
-            "group", or "auto", the better one.
-        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: as long as the wrapper of these
-            parameters was told to wait, or else the group's own time-out.
-        journal: Whether a step outlives the ranks that make it: the state lies in memory of all ranks, and
-            survivors complete the part of a rank that is lost. For parameters that the ranks of one host
-            share, and optimizers that update every element by itself.
+        reduce_through: How updated parameters are sent: through "memory" that the ranks share, over the
+            process "group", or "auto", the better one.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the time-out of the wrapper of
+            these parameters, if it was given one, or else the group's own.
+        journal: Whether a step survives the loss of a rank: the state lies in memory of all ranks, and
+            survivors complete the part of a lost rank. For parameters that the ranks of one host share, and
+            optimizers that update every element separately.
         defaults: Arguments of the optimizer: `lr=1e-3`.
 
     Raises:
@@ -117,7 +116,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     """
 
     _shards: Shards[torch.Tensor]
-    steps_shared_parameters = True  # see `watch_steps`: its ranks write to parts of them, and meet
+    steps_shared_parameters = True  # see `watch_steps`: each rank writes its part, and step() synchronises
 
     def __init__(
         self,
@@ -143,8 +142,8 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
             refuse_overlap(check.flag("overlap_with_ddp", overlap_with_ddp))
             check_class(optimizer_class)
             groups = as_groups(params)
-            # As torch's own class fills and checks arguments; of small stand-ins, because some make their
-            # state at once.
+            # torch's own class fills in and checks the arguments. It gets small stand-ins, because some
+            # classes create their state in the constructor.
             self._template = make_optimizer(
                 optimizer_class, [with_stand_ins(group) for group in groups], defaults
             )
@@ -180,7 +179,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Make one step of all parameters. Collective: blocks until every rank has made its part.
+        """Make one step of all parameters. Collective: blocks until every rank has completed its part.
 
         Args:
             closure: Evaluates the model and returns the loss; called once, on every rank, before the step.
@@ -194,14 +193,14 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
                 written.
             UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
             ConfigError: On some rank a gradient is sparse, or a parameter has been replaced; or the model was
-                wrapped with `local_sgd`, and these ranks are of several hosts that train on their own.
+                wrapped with `local_sgd`, and the ranks are on several hosts, which train on their own.
                 Nothing was written.
-            Exception: What the optimizer raises. If it does so on all ranks before it writes, nothing was
-                written, and the next step can be made; not with `fused=True`, which does not say what it
+            Exception: The error of the optimizer. If it raises on all ranks before it writes, nothing was
+                written, and the next step can be made; not with `fused=True`, which does not show what it
                 has written.
-            PeerLostError, DeadlineError: A rank died or is late. `step_is_complete` says whether all of the
-                step was made, or none of it. If not, parameters are updated in part, and whatever would use
-                them raises TornStepError until others are loaded.
+            PeerLostError, DeadlineError: A rank died or is late. `step_is_complete` says whether the step was
+                made as a whole or not at all. If not, parameters are updated in part, and everything that
+                would use them raises TornStepError until other values are loaded.
 
         Example:
             Rank 0 updates the first half of all elements and rank 1 the second; afterwards both hold all.
@@ -215,15 +214,15 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
 
     def _step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> None:
         has_gradient = self._make_step(kwargs, has_data=has_data)
-        # A piece is made through .data, and so counts its writes by itself. Each rank writes to other
-        # elements, and all ranks must count the same number of writes to each parameter.
+        # Pieces are views of .data, with version counters of their own. Each rank writes to other elements,
+        # but all ranks must count the same number of writes to each parameter.
         OPS.count_writes([each for each, has in zip(self._shards.parameters, has_gradient) if has])
 
     def _sees_writes(self) -> Callable[[], bool] | None:
         if self._journal is not None:
             return self._journal.has_written
         is_fused = any(group.get("fused") for group in self.param_groups)
-        return (lambda: True) if is_fused else None  # kernels that are fused count up no version
+        return (lambda: True) if is_fused else None  # fused kernels do not increase versions
 
     def _step_own(self, gradients: Sequence[torch.Tensor | None] | None, kwargs: Mapping[str, Any]) -> None:
         if gradients is not None:
@@ -281,7 +280,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks: whether step() divides by the scale itself."""
+        """Whether step() divides by the scale itself; a GradScaler reads this."""
         return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
 
     # --- parameters ---
@@ -315,7 +314,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
                 check_tensors([parameter for each in self.param_groups for parameter in each["params"]])
                 added = self.param_groups[num_groups:]
                 kinds = self._kinds_of(added)
-                # All that would refuse the parameters later on: then half of the group would be added.
+                # All further checks of the parameters: an error after this would leave the group half added.
                 for storage in storages_of(parameters_of(self)):
                     check_step_allowed(storage, OWNER, self.world_size)
                 if self._journal is not None:
@@ -339,7 +338,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return kinds
 
     def _kind_of(self, options: Mapping[str, Any], parameter: torch.Tensor) -> Kind:
-        # The size of a number makes no difference, but whether it is one, and whether it is 0.
+        # The value of a number makes no difference, only its type and whether it is 0.
         flags = {
             key: (type(value), bool(value)) if isinstance(value, (int, float)) else value
             for key, value in options.items()
@@ -371,7 +370,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         self._agree(OPS, self._names_of(groups), parameters, options, doing)
 
     def _most_threads(self) -> int:
-        """The most threads of any rank, because all ranks must know of the same pieces. Collective."""
+        """The largest number of threads of any rank: all ranks must use the same pieces. Collective."""
         threads = torch.get_num_threads()
         if self.world_size == 1:
             return threads
@@ -379,7 +378,8 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return max(int(each["threads"]) for each in reported)
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
-        # A fused kernel goes through memory once, and operations on lists through all tensors at a time.
+        # Pieces that fit into caches gain nothing with a fused kernel, which reads memory once, or with
+        # foreach operations, each of which goes through all tensors.
         gains = [
             parameter.is_cpu and not group.get("fused") and not group.get("foreach")
             for group in groups
@@ -405,7 +405,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         ]
 
     def _own_group(self, number: int, rank: int | None = None) -> dict[str, Any]:
-        """None: of this rank."""
+        """The group with the pieces of a rank; None: of this rank."""
         first = sum(len(group["params"]) for group in self.param_groups[:number])
         group = self.param_groups[number]
         indices = range(first, first + len(group["params"]))
@@ -425,10 +425,10 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return held
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as an unsharded optimizer's `state_dict()`: on the CPU, as last consolidated.
+        """The whole state on the CPU, as last consolidated, in the form of an unsharded `state_dict()`.
 
         Raises:
-            ConfigError: It has not been consolidated on this rank.
+            ConfigError: The state has not been consolidated on this rank.
         """
         held, parameters = self._consolidated(), self._shards.parameters
         self.state = defaultdict(dict, {parameters[index]: held[index] for index in sorted(held)})
@@ -441,15 +441,15 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the whole state of a sharded or an unsharded optimizer; each rank keeps its part.
 
-        Not collective, but every rank must load the same.
+        Not collective, but every rank must load the same state.
 
         Args:
             state_dict: From `state_dict()` of this class, of ZeroRedundancyOptimizer or of `optimizer_class`.
 
         Raises:
-            ValueError: It has other groups of parameters.
+            ValueError: The state has other groups of parameters.
         """
-        super().load_state_dict(state_dict)  # hooks, checks, groups; the state as it would be unsharded
+        super().load_state_dict(state_dict)  # hooks, checks, groups; loads the unsharded state
         whole, self.state = self.state, defaultdict(dict)
         shards = self._shards
         numbers = {id(tensor): number for number, tensor in enumerate(parameters_of(self.optim))}
@@ -473,9 +473,9 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     # --- torch's Join ---
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """What torch's `Join` calls on a rank whose data has ended, while others train.
+        """The hook that torch's `Join` calls on a rank whose data has ended, while others train.
 
-        It takes part in their steps, with gradients that it gets from the first rank that has data.
+        The rank takes part in their steps, with gradients that it gets from the first rank that has data.
 
         Example:
             >>> with Join([ddp, optimizer]):   # in this order
@@ -507,7 +507,7 @@ class _SteppingHook(JoinHook):
 
 
 def _cut(state: Mapping[Any, Any], piece: Piece, parameter: torch.Tensor) -> dict[Any, Any]:
-    """What a rank must remember of a piece, from what an unsharded optimizer remembers of its parameter.
+    """The optimizer state of a piece, from the unsharded optimizer's state of its parameter.
 
     Example:
         With {"step": 3, "exp_avg": [1.0, 2.0, 3.0, 4.0]}, the piece of the last two elements has

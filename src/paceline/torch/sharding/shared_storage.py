@@ -1,6 +1,6 @@
-"""Parameters of torch's modules in memory that the ranks of a host share, and `share()`, for inference.
+"""torch parameters in memory that the ranks of a host share, and `share()`, for inference.
 
-Only `.data` of each parameter changes.
+Only the `.data` of each parameter is replaced.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def share(
     *,
     timeout_s: float | timedelta | None = None,
 ) -> _Module:
-    """Let all ranks of a host compute with one copy of a model, for inference; returns the same module.
+    """Keep one copy of a model for all ranks of a host, for inference; returns the same module.
 
-    Collective: every rank passes a model of the same structure, and afterwards all have rank 0's parameters
-    and buffers, which take memory once. They are only to be read: a write in place raises ConfigError and
-    is undone, so call `eval()` on models whose forward changes buffers (BatchNorm). The memory goes with the
-    last process that holds the model, also if rank 0 has ended before. A forked child reads the same copy.
-    `copy.deepcopy(module)` gives a process a model of its own.
+    Collective: every rank passes a model of the same structure, and afterwards all ranks have rank 0's
+    parameters and buffers, which are in memory once. They are read-only: a write in place raises ConfigError
+    and is undone, so call `eval()` on models whose forward changes buffers (BatchNorm). The memory is freed
+    when the last process that holds the model ends, even if rank 0 has ended before. A forked child reads the
+    same copy. `copy.deepcopy(module)` gives a process a model of its own.
 
     Args:
-        module: On the CPU.
+        module: A model on the CPU.
         process_group: A process group of torch, or a `paceline.Group`, of ranks of one host. None: torch's
             default group, or a group formed from the environment that `paceline run` has set.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
