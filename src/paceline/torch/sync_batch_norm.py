@@ -223,7 +223,7 @@ class _AnyDimension:
 def _convert(
     cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[int, nn.Module]
 ) -> nn.Module:
-    if id(module) in done:  # a module used in two places stays one
+    if id(module) in done:  # a module that is used in two places stays one module
         return done[id(module)]
     new = module
     if isinstance(module, nn.modules.batchnorm._BatchNorm):

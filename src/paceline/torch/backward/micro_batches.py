@@ -128,5 +128,5 @@ class TorchWeights(MicroBatchWeights):
         share = self._share_of_incoming()
         if share == 1.0 or gradient is None:
             return None
-        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        # A weight of 0 removes a gradient, whatever its values: 0 * NaN would be NaN.
         return gradient * share if share else torch.zeros_like(gradient)

@@ -112,7 +112,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
     def take_nonfinite(self) -> list[int]:
         if self.hook is not None:
             self.hook.forget()
-        if self._streams is not None:  # some are on a device
+        if self._streams is not None:  # some gradients are on a device
             self._streams.forget()
             if self._checks_finite and not self._is_captured():
                 self._nonfinite.update(self._on_device.take())

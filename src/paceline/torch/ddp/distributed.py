@@ -288,7 +288,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         backward_sync.autograd.errors = self._errors
         if self._sample_rate is not None:
             backward_sync.autograd.times.use_rate(self._sample_rate, backward_sync.good_backwards)
-        backward_sync.use_ends_by_hand(self._ends_by_hand)  # a copy's, or after regrouping
+        backward_sync.use_ends_by_hand(self._ends_by_hand)  # as set before copying or regrouping
         return backward_sync
 
     def _guard_model(self) -> None:
@@ -349,7 +349,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
                 self._backward_sync.begin_untrained_forward()
             return inputs, kwargs, False
         refuse_compiled_autograd()
-        active = TorchDDP._active_ddp_module  # of a forward around this one
+        active = TorchDDP._active_ddp_module  # the wrapper of a forward around this one
         if active is not None or not self._has_looked_outward:
             check_outer(self, active)
             self._has_looked_outward = True

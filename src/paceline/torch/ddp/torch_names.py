@@ -246,7 +246,7 @@ class TorchNames(TorchDDP):
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The same without names."""
+        """The buffers in `named_module_buffers`, without names."""
         return list(self.named_module_buffers.values())
 
     # --- the module, through the wrapper ---
@@ -496,7 +496,7 @@ class TorchNames(TorchDDP):
         self._backward_sync.buffers.hook = chosen
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Let an optimizer of torch step each parameter as soon as its bucket is averaged.
+        """Let a torch optimizer step each parameter as soon as its bucket is averaged.
 
         Raises:
             RuntimeError: torch has no functional form of this optimizer.

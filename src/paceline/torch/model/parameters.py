@@ -204,7 +204,7 @@ class ManagedTensors:
     def written_buffers(
         self, buffers: Mapping[str, torch.Tensor], changing: Iterable[str], *, through_pointers: bool
     ) -> WrittenBuffers | None:
-        if through_pointers and not self._saved:  # most models: batch norms, or no buffers at all
+        if through_pointers and not self._saved:  # most models have batch norms only, or no buffers
             return None
         known = self._places
         if known is None or known[0] is not buffers or known[1] != through_pointers:
