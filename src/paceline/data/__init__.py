@@ -1,4 +1,4 @@
-"""Which samples each rank trains on: pure index arithmetic."""
+"""Samplers: they choose the samples that each rank trains on, by index arithmetic alone."""
 
 from paceline.data.batch_sampler import DistributedBatchSampler
 from paceline.data.bucketed import BucketedSampler

@@ -1,4 +1,4 @@
-"""DistributedBatchSampler: Paddle's, and torch's batch_sampler; global batches that no world size changes."""
+"""DistributedBatchSampler: global batches that do not depend on the number of ranks, for Paddle and torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from paceline.reducer.virtual_ranks import played_by
 class DistributedBatchSampler(EpochSampler[list[int]]):
     """Iterates over this rank's batches of sample indices; pass it as `batch_sampler=` to a `DataLoader`.
 
-    The arguments are those of `paddle.io.DistributedBatchSampler`, and more; it works in torch's and in
-    Paddle's loaders. Epochs move on by themselves, and `commit()`, once after each optimizer step, and
-    `state_dict()` work as in `DistributedSampler`, counting batches.
+    It takes the arguments of `paddle.io.DistributedBatchSampler`, and more, and works in the loaders of torch
+    and of Paddle. Each iteration is a new epoch, as in `DistributedSampler`. `commit()`, once after each
+    optimizer step, and `state_dict()` work as there, but count batches.
 
     Args:
         dataset: Anything with a length. Only the length is used.
@@ -29,20 +29,21 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
         rank: The rank of this process; None: as above.
         shuffle: Permute the samples, differently in every epoch.
-        drop_last: Leave out a last step that has fewer samples, on all ranks together. (Paddle's repeats
-            samples first, and then leaves out what is not a whole batch of a rank, which may be less.)
+        drop_last: Leave out a last step that has fewer samples, on all ranks together. (Paddle's sampler
+            first repeats samples, and then leaves out a rank's incomplete batch, which may drop fewer.)
         seed: The seed of the permutation; any integer, the same on all ranks.
-        pad: Repeat samples in a last step that has fewer: with `batch_size` until all ranks have as many,
-            with `global_batch_size` until there are so many. False: every sample exactly once; in the last
-            step some ranks get one less, or none and then no batch.
-        global_batch_size: Samples of one step on all ranks together, whatever their number: training goes
-            through the same batches on 2 ranks as on 8, up to the last step. Where the ranks do not divide
-            it, some get one sample less: weight their gradients by the number of samples.
+        pad: Repeat samples in a last step that has fewer: with `batch_size` until all ranks have equally
+            many, with `global_batch_size` until the step is complete. False: every sample exactly once; in
+            the last step some ranks get one sample less, or no batch at all.
+        global_batch_size: Samples of one step on all ranks together. Training goes through the same batches
+            on 2 ranks as on 8, up to the last step. If it is no multiple of the number of ranks, some ranks
+            get one sample less: weight their gradients by the number of samples.
         virtual_ranks: Yield in each step one batch for each virtual rank that this process plays, in their
-            order, for `ddp.steps()` of a model that is wrapped with as many. With `global_batch_size`, which
-            is then dealt to them; the last step is padded or dropped. `commit()` counts steps.
-        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
-        dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
+            order, for `ddp.steps()` of a model that is wrapped with the same number. It needs
+            `global_batch_size`, which is then divided among the virtual ranks; the last step is padded or
+            dropped. `commit()` counts steps.
+        reshuffle: Begin the next epoch with each iteration. False: only `set_epoch` changes the epoch.
+        dataset_id: Name of the data in a saved state; None: the data set's fingerprint or its type.
 
     Raises:
         ConfigError: An argument is missing, out of range or contradicts another.
@@ -50,9 +51,9 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
     Example:
         With two ranks, 7 samples in order and batch_size=2, rank 0 iterates over [0, 2], [4, 6] and
         rank 1 over [1, 3], [5, 0]; with pad=False over [1, 3], [5]. With 5 samples and
-        global_batch_size=4 they iterate over [0, 2], [4, 1] and [1, 3], [0, 2]: steps of samples 0, 1, 2, 3
-        and 4, 0, 1, 2, as one rank would make. With virtual_ranks=4 instead, rank 0 iterates over [0], [1],
-        [4], [0] and rank 1 over [2], [3], [1], [2].
+        global_batch_size=4 they iterate over [0, 2], [4, 1] and [1, 3], [0, 2]. So the steps have the samples
+        0, 1, 2, 3 and 4, 0, 1, 2, as they would on one rank. With virtual_ranks=4 as well, rank 0 iterates
+        over [0], [1], [4], [0] and rank 1 over [2], [3], [1], [2].
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
             length_of(self.name, dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity
         )
 
-    # --- attributes of Paddle's ---
+    # --- attributes of Paddle's sampler ---
 
     @property
     def nranks(self) -> int:
@@ -100,12 +101,12 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
 
     @property
     def local_rank(self) -> int:
-        """`rank`, as Paddle calls it: that among all ranks."""
+        """`rank`, as Paddle calls it: the rank among all ranks, not among those of a host."""
         return self.rank
 
     @property
     def num_samples(self) -> int:
-        """This rank's samples of a whole epoch. As in Paddle, drop_last counts for nothing here.
+        """Number of this rank's samples in a whole epoch. As in Paddle, drop_last is ignored here.
 
         Example:
             7 samples, two ranks: 4 on each, because one is repeated; with pad=False 4 and 3; with
@@ -127,8 +128,9 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         return whole * plain.part_of(self.global_batch_size) + last.part_of(rest)
 
     def commit(self, count: int = 1) -> None:
-        """Say that an optimizer step has used `count` more of this rank's batches; with `virtual_ranks`, of
-        its steps. See DistributedSampler.
+        """Record that an optimizer step has used `count` more of this rank's batches.
+
+        With `virtual_ranks`, it counts steps. See DistributedSampler.
         """
         super().commit(count * len(self._played))
 
@@ -153,7 +155,7 @@ def _check_virtual(name: str, batch_size: object, pad: object) -> None:
 def choose_global_batch(
     name: str, batch_size: int | None, global_batch_size: int | None, num_replicas: int
 ) -> int:
-    """Samples of one step on all ranks together, from whichever of two arguments was given."""
+    """Samples of one step on all ranks together, from the one of the two arguments that was given."""
     check = Arguments(name)
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""BucketedSampler: batches of samples of similar length, with as many tokens on every rank.
+"""BucketedSampler: batches of samples of similar length, with about as many tokens on every rank.
 
-Which samples make a global batch depends on the seed and the lengths alone, and not on the number of ranks.
+The samples of a global batch depend only on the seed and the lengths, and not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from paceline.data.subset import checked_indices
 class BucketedSampler(EpochSampler[list[int]]):
     """Iterates over this rank's batches of samples of similar length; pass it as `batch_sampler=`.
 
-    For ragged data, such as text: little padding inside a batch, and in each step about as many tokens on
-    every rank, so that none waits for another. The epoch's permutation is cut into pools of `pool_batches`
-    global batches; a pool is sorted by length and cut into global batches, which come in random order; the
-    samples of each are dealt to ranks, the longest first, to the rank that has the fewest tokens so far.
+    It is meant for data of different lengths, such as text. A batch needs little padding, and in each step
+    all ranks have about as many tokens, so that no rank waits for another. The epoch's permutation is cut
+    into pools of `pool_batches` global batches. A pool is sorted by length and cut into global batches, which
+    come in random order. The samples of each are dealt to the ranks, the longest first, each to the rank that
+    has the fewest tokens so far.
 
-    `commit()`, once after each optimizer step, and `state_dict()` work as in `DistributedBatchSampler`.
-    Takes 8 bytes for each sample on every rank, and 100 for each of a pool.
+    `commit()`, once after each optimizer step, and `state_dict()` work as in `DistributedBatchSampler`. On
+    every rank, each sample takes 8 bytes of memory, and each sample of a pool 100 bytes.
 
     Args:
-        lengths: The length of each sample, in tokens or whatever costs time: integers, 0 or more.
+        lengths: The length of each sample, in tokens or another measure of its cost: integers, 0 or more.
         global_batch_size: Samples of one step on all ranks together.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
         rank: The rank of this process; None: as above.
@@ -43,9 +44,10 @@ class BucketedSampler(EpochSampler[list[int]]):
         seed: Any integer, the same on all ranks.
         drop_last: Leave out the epoch's last step if it has fewer samples.
         pad: Repeat the samples of a last step that has fewer, until there are `global_batch_size`. False:
-            every sample exactly once; in the last step some ranks get one less, or none and then no batch.
-        pool_batches: Global batches that are sorted together. More: less padding, less random batches.
-        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+            every sample exactly once; in the last step some ranks get one sample less, or no batch at all.
+        pool_batches: Global batches that are sorted together. A larger pool gives less padding and less
+            random batches.
+        reshuffle: Begin the next epoch with each iteration. False: only `set_epoch` changes the epoch.
 
     Raises:
         ConfigError: An argument is out of range or contradicts another.
@@ -87,7 +89,10 @@ class BucketedSampler(EpochSampler[list[int]]):
         super().__init__(len(self._lengths), num_replicas, rank, reshuffle=reshuffle, identity=identity)
 
     def commit(self, count: int = 1) -> None:
-        """Say that an optimizer step has used `count` more of this rank's batches. See DistributedSampler."""
+        """Record that an optimizer step has used `count` more of this rank's batches.
+
+        See DistributedSampler.
+        """
         super().commit(count)
 
     def _deal(self, start: int) -> Deal[list[int]]:
@@ -102,7 +107,7 @@ class BucketedSampler(EpochSampler[list[int]]):
 
 
 class Bucketed:
-    """The order behind BucketedSampler: global batch after global batch, a pool at a time."""
+    """The order of BucketedSampler: one global batch after the other, computed a pool at a time."""
 
     def __init__(
         self, lengths: Indices, batch: int, pool_batches: int, key: int | None, pool_key: int | None
@@ -140,7 +145,7 @@ class Bucketed:
 
 
 class _BucketDeal:
-    """A rank's batches: of each global batch, as many samples as the others have, and as many tokens."""
+    """A rank's batches: its samples of each global batch, balanced over ranks in number and in tokens."""
 
     def __init__(self, share: Share, batch: int, lengths: Indices) -> None:
         self._share = share
@@ -162,20 +167,21 @@ class _BucketDeal:
             start = share.start + number * self._batch
             samples = order.at(start, 1, min(self._batch, share.length - start))
             if share.ending is Ending.FILL:
-                samples = np.resize(samples, self._batch)  # repeats them from the first one on
+                samples = np.resize(samples, self._batch)  # repeats samples, beginning with the first one
             yield [balanced(samples, self._lengths[samples], share.num_replicas)[share.rank]]
 
 
 def balanced(samples: Indices, lengths: Indices, num_replicas: int) -> list[list[int]]:
-    """Share samples out: as many for every rank (or one less for some), and about as many tokens.
+    """Divide samples among the ranks: equally many (or one less for some), with about as many tokens.
 
-    Row by row, of as many samples as there are ranks, long ones first: the longest of a row goes to the rank
-    with the fewest tokens so far. Ranks then differ by less than the longest sample.
+    The samples are sorted by length, the longest first, and cut into rows of one sample for each rank. The
+    longest sample of a row goes to the rank with the fewest tokens so far, and so on. The ranks then differ
+    by less than the longest sample.
     """
     descending = np.argsort(-lengths, kind="stable")
     tokens = np.zeros(num_replicas, np.int64)
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    # The incomplete row first, so that it goes to the first ranks, which `Share` expects to have more.
+    # The incomplete row comes first, so that it goes to the first ranks: `Share` expects these to have more.
     rest = len(samples) % num_replicas
     rows = [descending[:rest], *descending[rest:].reshape(-1, num_replicas)]
     for number, row in enumerate(rows):

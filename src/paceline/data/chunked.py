@@ -1,7 +1,7 @@
 """ChunkedShuffle: a shuffle for data that lies on disk in blocks, such as Parquet's row groups.
 
-Permute whole blocks, then permute the samples of a few neighbouring blocks (a window) among
-each other. Both permutations are computed.
+Whole blocks are permuted, and then the samples within each window of a few neighbouring blocks. Both
+permutations are computed as needed, and not stored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class ChunkedShuffle(DistributedSampler):
     """`DistributedSampler` with a shuffle that reads from disk in blocks of neighbouring samples.
 
     The blocks are permuted; then the samples of `window_blocks` blocks at a time are permuted among each
-    other. All ranks are in the same window at the same time, so on one host they share what the page cache
-    holds of it. A reader that keeps the window's blocks decoded holds `window_samples` samples, and reads
-    each block once; the sampler itself stores nothing. Everything else is as in `DistributedSampler`.
+    other. All ranks are in the same window at the same time, so the ranks of a host share its blocks in the
+    page cache. A reader that keeps the window's blocks decoded holds `window_samples` samples, and reads each
+    block once; the sampler itself stores nothing. Everything else is as in `DistributedSampler`.
 
     Args:
         dataset: Anything with a length.
@@ -31,10 +31,11 @@ class ChunkedShuffle(DistributedSampler):
         drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
         block_size: Neighbouring samples that are read together: rows of a row group. Sample i lies in block
             i // block_size; the last block may be shorter.
-        window_blocks: Blocks whose samples are mixed. More mix better, and take more memory to hold.
-        pad: Repeat samples where they do not divide evenly. False: every sample exactly once.
-        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
-        dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
+        window_blocks: Number of blocks whose samples are mixed. More blocks mix better, and take more memory
+            in the reader.
+        pad: Repeat samples if they do not divide evenly. False: every sample exactly once.
+        reshuffle: Begin the next epoch with each iteration. False: only `set_epoch` changes the epoch.
+        dataset_id: Name of the data in a saved state; None: the data set's fingerprint or its type.
 
     Raises:
         ConfigError: As DistributedSampler; or a size below 1.
@@ -76,7 +77,7 @@ class ChunkedShuffle(DistributedSampler):
 
     @property
     def window_samples(self) -> int:
-        """Most samples that a reader holds if it keeps the blocks of a window."""
+        """The most samples that a reader holds if it keeps the blocks of a window."""
         return min(self._length, self.block_size * self.window_blocks)
 
     def _order(self, epoch: int) -> Order:
@@ -84,10 +85,10 @@ class ChunkedShuffle(DistributedSampler):
 
 
 class Chunked:
-    """The order behind ChunkedShuffle.
+    """The order of ChunkedShuffle.
 
-    Words: a *slot* is a position in the sequence of blocks. The short block, if there is one, lies in slot
-    `_short`, drawn by chance; the full blocks are permuted over the other slots.
+    Words: a *slot* is a position in the sequence of blocks. The short block, if there is one, is in slot
+    `_short`, which is drawn at random; the full blocks are permuted over the other slots.
     """
 
     def __init__(self, length: int, block_size: int, window_blocks: int, seed: int, epoch: int) -> None:
@@ -101,12 +102,12 @@ class Chunked:
         self._num_slots = full + (self._missing > 0)
         last = derive_key(*self._seed, "short block") % self._num_slots if self._num_slots else 0
         self._short = last if self._missing else self._num_slots
-        # Places before this one lie as if all blocks were full.
+        # Places before this one are where they would be if all blocks were full.
         self._short_end = self._short * block_size + block_size - self._missing
 
     def at(self, start: int, stride: int, count: int) -> Indices:
         places = places_from(start, stride, count)
-        # Positions as if the short block were full: its missing samples are skipped.
+        # Positions in a sequence in which the short block is full; its missing samples are skipped.
         padded = np.where(places < self._short_end, places, places + self._missing)
         parts = []
         while len(padded):

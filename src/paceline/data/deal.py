@@ -1,7 +1,8 @@
-"""Who gets which places of an epoch: pure arithmetic.
+"""Deals the places of an epoch to the ranks. Pure arithmetic.
 
-So what all of them have trained on after any number of steps is a prefix of the order, one number, and the
-rest can be dealt to another number of ranks.
+A place is a position in the epoch's order of samples. Each step takes the next places, so the samples that
+all ranks have trained on after any number of steps are a prefix of the order. One number describes it, and
+the rest can be dealt to another number of ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 
 from paceline.data.order import Indices, Order
 
-# Numbers become Python's in blocks: large enough to forget the cost of a block, small enough for the cache.
-# The first one is small, so that an epoch starts at once; each is as large as all before it.
+# numpy's numbers become Python's in blocks, which are large enough to make the cost of a block negligible,
+# and small enough for the cache. The first block is small, so that an epoch starts at once; each is as large
+# as all before it, up to BLOCK.
 BLOCK = 4096
 FIRST_BLOCK = 64
 
@@ -24,14 +26,18 @@ Item = TypeVar("Item")
 
 
 class Ending(Enum):
-    PAD = "pad"  # repeat samples from the start of the order, so that every rank has as many
-    FILL = "fill"  # repeat them until the last step has as many as the others, whatever the number of ranks
-    DROP = "drop"  # leave them out
-    UNEVEN = "uneven"  # some ranks get one less than others
+    """What happens to the last samples of an epoch, which do not divide evenly."""
+
+    PAD = "pad"  # repeat samples from the start of the order, so that every rank has equally many
+    FILL = "fill"  # repeat samples until the last step has as many as the others, for any number of ranks
+    DROP = "drop"  # leave the last samples out
+    UNEVEN = "uneven"  # some ranks get one sample less than others
 
 
 @dataclass(frozen=True)
 class Share:
+    """The places from `start` to `length`, dealt in turn to `num_replicas` ranks, as `rank` gets them."""
+
     length: int
     start: int
     num_replicas: int
@@ -50,7 +56,7 @@ class Share:
         return max(0, -(-(places - self.rank) // self.num_replicas))
 
     def take(self, order: Order, start: int, count: int) -> Indices:
-        """The samples at places start + rank, ...: `count` of them; beyond the end, from the beginning."""
+        """`count` samples at places start + rank, start + rank + num_replicas, ..., which wrap at the end."""
         place, stride = start + self.rank, self.num_replicas
         parts = []
         while count > 0:
@@ -62,7 +68,7 @@ class Share:
 
 
 def blocks_of(total: int, first: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut 0 ... total into blocks, as (start, size), which grow from `first` to `most`."""
+    """Cut the range up to `total` into blocks (start, size), whose sizes grow from `first` to `most`."""
     done = 0
     while done < total:
         size = min(most, max(first, done), total - done)
@@ -79,7 +85,7 @@ class Deal(Protocol[Item]):
         """The place at which the epoch is over for all ranks."""
 
     def reached(self, items: int) -> int:
-        """All places below this are done once every rank has done so many items, or all that it has."""
+        """The place below which all is done once every rank has done `items` items, or all of its items."""
 
     def blocks(self, order: Order) -> Iterator[list[Item]]: ...
 
@@ -149,10 +155,10 @@ class BatchDeal:
 
 
 class InTurnDeal:
-    """The batches of several ranks that one process plays: in each step one of each, in their order.
+    """The batches of several ranks that one process plays: in each step one batch of each, in rank order.
 
     Example:
-        Eight places, four ranks, global_batch=4: who plays ranks 2 and 3 gets [2], [3], [6], [7].
+        Eight places, four ranks, global_batch=4: a process that plays ranks 2 and 3 gets [2], [3], [6], [7].
     """
 
     def __init__(self, deals: Sequence[BatchDeal]) -> None:

@@ -1,7 +1,7 @@
-"""Epochs that move on by themselves, and can be left and entered in the middle.
+"""Base class of the samplers: epochs that advance with each iteration, and can be resumed in the middle.
 
-How far an epoch has come is one number, the place below which everything was committed by an
-optimizer step on every rank. `EpochSampler` keeps it; subclasses say what is dealt out, and from what order.
+The progress of an epoch is one number: the place below which every rank has committed all samples after an
+optimizer step. `EpochSampler` keeps it. Subclasses define the order of the samples, and how they are dealt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ Item = TypeVar("Item")
 
 
 class EpochIterator(chain[Item]):
-    """It begins, and takes the sampler's epoch, with its first item: loaders make iterators that they never
-    use. Its state counts what was drawn, for loaders that keep such states by batch (StatefulDataLoader).
+    """An iteration over one epoch.
+
+    It begins, and takes the sampler's epoch, with its first item, because loaders make iterators that they
+    never use. Its state counts the items that were drawn, for loaders that keep a state for each batch
+    (StatefulDataLoader).
     """
 
     _sampler: EpochSampler[Item]
@@ -43,7 +46,7 @@ class EpochIterator(chain[Item]):
         return one
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as if all that was drawn were committed."""
+        """The state as if all items that were drawn were committed."""
         if self._run is None:
             return self._sampler.state_dict()
         return self._sampler._state_at(self._run, self._run.drawn)
@@ -69,14 +72,14 @@ class _Epoch(Generic[Item]):
 
 
 class EpochSampler(Generic[Item]):
-    """What all samplers here share: epochs, commits, and states.
+    """The common part of all samplers: epochs, commits, and states.
 
     Args:
         length: Places of an epoch.
         num_replicas: Number of ranks.
         rank: The rank of this process.
         reshuffle: Whether each iteration is a new epoch.
-        identity: What a state must agree in: name -> value.
+        identity: Names and values that a state must have in common with the sampler that loads it.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class EpochSampler(Generic[Item]):
         self._length = length
         self._reshuffle = Arguments(self.name).flag("reshuffle", reshuffle)
         self._identity = {"length": length, **identity}
-        self._start = 0  # the place where the iteration under way, or else the next one, starts
-        self._is_pending = True  # whether the next iteration is over self.epoch, not over the one after it
+        self._start = 0  # the place where the current iteration starts, or the next one if there is none
+        self._is_pending = True  # whether the next iteration is over self.epoch, and not the epoch after it
         self._run: _Epoch[Item] | None = None
 
     @property
@@ -103,19 +106,19 @@ class EpochSampler(Generic[Item]):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """Items of this rank in the epoch under way or about to begin; after a resume, what is left."""
+        """Number of this rank's items in the current or next epoch; after a resume, those that are left."""
         is_next_whole = self._run is None and not self._is_pending
         return self._deal(0 if is_next_whole else self._start).size
 
     def __iter__(self) -> Iterator[Item]:
-        """Draw this rank's items of one epoch: the one that was set or loaded, else the next one."""
+        """Draw this rank's items of one epoch: the epoch that was set or loaded, else the next one."""
         return EpochIterator.over(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; call it with the same number on every rank.
 
-        Without it each iteration moves on by one epoch (unless `reshuffle=False`). After
-        `load_state_dict`, setting the epoch that was loaded keeps the position inside it.
+        Without it each iteration is the next epoch (unless `reshuffle=False`). After `load_state_dict`,
+        setting the epoch that was loaded keeps the position inside it.
 
         Raises:
             ConfigError: The epoch is negative.
@@ -136,12 +139,13 @@ class EpochSampler(Generic[Item]):
         return self._run
 
     def commit(self, count: int) -> None:
-        """Say that an optimizer step has used `count` more of this rank's items; states count these only.
+        """Record that an optimizer step has used `count` more of this rank's items.
 
-        Not collective; but every rank commits what it did in each step.
+        A state counts only committed items. Not collective, but every rank must commit its items after each
+        step.
 
         Raises:
-            ConfigError: More than was drawn.
+            ConfigError: More items would be committed than were drawn.
         """
         drawn = 0 if self._run is None else self._run.drawn
         count = Arguments(f"{self.name}.commit").whole("count", count, least=0)
@@ -158,10 +162,10 @@ class EpochSampler(Generic[Item]):
             self._run.committed = committed
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands: what was committed, by all ranks together. Plain numbers and texts.
+        """The position in the epoch: the samples that all ranks have committed. Plain numbers and texts.
 
-        Not collective. It assumes that every rank has committed as many steps as this one. Where ranks have
-        unequally many items, save that of rank 0, which has the most.
+        Not collective. It assumes that every rank has committed as many steps as this one. If the ranks have
+        unequally many items, save the state of rank 0, which has the most.
         """
         if self._run is not None:
             return self._state_at(self._run, self._run.committed)
@@ -177,13 +181,14 @@ class EpochSampler(Generic[Item]):
         return {**state, "is_complete": is_complete, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of ranks; load the same state on every rank.
+        """Resume where `state` was taken, with any number of ranks; load the same state on every rank.
 
         The next iteration yields this rank's part of the samples that were not committed, each once over
         all ranks; if there are none, it is the next epoch.
 
         Raises:
-            ConfigError: The state is of another data set (both lengths are told), seed or kind of sampler.
+            ConfigError: The state is from another data set (the error has both lengths), seed or kind of
+                sampler.
         """
         check_state(self.name, state, self._identity)
         self.epoch = int(state["epoch"])

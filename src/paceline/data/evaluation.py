@@ -1,5 +1,6 @@
-"""Evaluation: every sample once, on some rank, and the predictions back in the data set's order. Each rank
-gets a contiguous part.
+"""EvaluationSampler: every sample once, and the predictions gathered in the data set's order.
+
+Each rank gets a contiguous part of the data set.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Gathers(Protocol):
 class EvaluationSampler:
     """Iterates over this rank's contiguous part of the data set, in order: no sample twice, none left out.
 
-    Pass it as `sampler=` to a `DataLoader`. The parts differ by one sample at most, so ranks may have
-    unequally many batches, and some none: evaluate the module inside a DistributedDataParallel, which
+    Pass it as `sampler=` to a `DataLoader`. The sizes of the parts differ by one sample at most, so ranks may
+    have unequally many batches, and some none. So evaluate the module inside a DistributedDataParallel, which
     makes no collective calls.
 
     Args:
@@ -47,7 +48,7 @@ class EvaluationSampler:
         self._length = length_of(type(self).__name__, dataset)
 
     def part(self, rank: int) -> range:
-        """The indices of any rank."""
+        """The indices of a rank."""
         each, rest = divmod(self._length, self.num_replicas)
         start = rank * each + min(rank, rest)
         return range(start, start + each + (rank < rest))
@@ -63,25 +64,25 @@ class EvaluationSampler:
     def gather(
         self, rows: Array | Sequence[Array], group: Gathers | None = None, *, root: int | None = None
     ) -> Array | None:
-        """Collect one row per sample of all ranks, in the order of the data set.
+        """Collect one row per sample from all ranks, in the order of the data set.
 
-        Collective: every rank calls it, also one without samples; blocks until all have.
+        Collective: every rank must call it, even without samples; blocks until all have.
 
         Args:
             rows: One row for each sample of this rank, in the sampler's order: an array of shape
                 `(len(sampler), ...)`, or the arrays of the batches. Anything that numpy can read, such as a
                 CPU tensor without gradient. A rank without samples may pass an empty list.
-            group: The group that collects; None: the default group of torch.distributed.
-            root: The only rank that gets the result; None: all do.
+            group: The group over which the rows are gathered; None: the default group of torch.distributed.
+            root: The only rank that gets the result; None: all ranks get it.
 
         Returns:
             Shape `(len(dataset), ...)`; None on ranks other than `root`.
 
         Raises:
             MismatchError: A rank has more or fewer rows than samples, or rows of another shape or type. Every
-                rank raises, and names the ranks.
+                rank raises, with the ranks in the message.
             ConfigError: There is no group, or it has another number of ranks. Or `rows` or `root` of a rank
-                are unusable: every rank raises, and the others quote it.
+                are not usable: every rank raises, and the others quote that rank's error.
 
         Example:
             With two ranks and 3 samples, rank 0 passes [[1], [2]] and rank 1 [[3]]; both get [[1], [2], [3]].
@@ -95,7 +96,7 @@ class EvaluationSampler:
             if root is not None:
                 root = check.whole("root", root, least=0, most=self.num_replicas - 1)
             mine = _joined(rows)
-        except ConfigError as error:  # the others wait to hear of it
+        except ConfigError as error:  # raised after it was sent to the other ranks, which wait
             refused = error
         try:
             group = _TorchGroup() if group is None else group
@@ -109,29 +110,29 @@ class EvaluationSampler:
         padded = np.zeros((most, *shape), dtype)
         if len(mine):
             padded[: len(mine)] = mine
-        # As bytes: a group may not know every type.
-        everybodys = group.all_gather(padded.reshape(-1).view(np.uint8))
+        # As bytes, because a group may not support every type.
+        gathered = group.all_gather(padded.reshape(-1).view(np.uint8))
         if root is not None and self.rank != root:
             return None
-        stacked = everybodys.reshape(-1).view(dtype).reshape(self.num_replicas, most, *shape)
+        stacked = gathered.reshape(-1).view(dtype).reshape(self.num_replicas, most, *shape)
         return np.concatenate([stacked[rank, : len(self.part(rank))] for rank in range(self.num_replicas)])
 
     def _agree(
         self, mine: Array, group: Gathers, refused: ConfigError | None
     ) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """Type and shape of a row; None if no rank has one. Raises on all ranks if they do not fit."""
+        """Type and shape of a row; None if no rank has one. Raises on all ranks if they do not match."""
         facts = _describe(mine)
         if refused is not None:
             facts[0] = _REFUSED
-        everybodys = group.all_gather(facts)
-        if len(everybodys) != self.num_replicas:
+        gathered = group.all_gather(facts)
+        if len(gathered) != self.num_replicas:
             raise ConfigError(
                 "gather: the group has another number of ranks than the sampler.",
                 expected=_ranks(self.num_replicas),
-                got=_ranks(len(everybodys)),
+                got=_ranks(len(gathered)),
                 hint="make the sampler with the group's size and rank, or pass the group it was made for",
             )
-        counts = everybodys[:, 0].tolist()
+        counts = gathered[:, 0].tolist()
         if _REFUSED in counts:
             _raise_refused([rank for rank, count in enumerate(counts) if count == _REFUSED], refused, group)
         wrong = {rank: n for rank, n in enumerate(counts) if n != len(self.part(rank))}
@@ -144,7 +145,7 @@ class EvaluationSampler:
                 likely="a loader with drop_last=True, or another sampler",
                 ranks=tuple(wrong),
             )
-        kinds = {tuple(row[1:].tolist()): rank for rank, row in enumerate(everybodys) if row[0]}
+        kinds = {tuple(row[1:].tolist()): rank for rank, row in enumerate(gathered) if row[0]}
         if any(kind[0] == 0 for kind in kinds):
             ranks = [rank for kind, rank in kinds.items() if kind[0] == 0]
             raise MismatchError(f"gather: the rows of {format_ranks(ranks)} are no numbers.", ranks=(*ranks,))
@@ -155,18 +156,18 @@ class EvaluationSampler:
 
 
 _MOST_DIMS = 14
-_REFUSED = -1  # instead of a number of rows
+_REFUSED = -1  # in place of the number of rows: this rank's arguments are not usable
 _MOST_TEXT_BYTES = 4000
 
 
 def _raise_refused(failed: Sequence[int], own: ConfigError | None, group: Gathers) -> NoReturn:
     text = str(own or "").encode()[:_MOST_TEXT_BYTES].ljust(_MOST_TEXT_BYTES, b"\0")
-    everybodys = group.all_gather(np.frombuffer(text, np.uint8).copy())
+    gathered = group.all_gather(np.frombuffer(text, np.uint8).copy())
     if own is not None:
         raise own
-    texts = [everybodys[rank].tobytes().rstrip(b"\0").decode(errors="ignore") for rank in failed]
+    texts = [gathered[rank].tobytes().rstrip(b"\0").decode(errors="ignore") for rank in failed]
     raise ConfigError(
-        f"gather: {format_ranks(failed)} of {len(everybodys)} could not hand in rows.",
+        f"gather: {format_ranks(failed)} of {len(gathered)} could not hand in rows.",
         seen="\n".join(f"rank {rank}: {text}" for rank, text in zip(failed, texts)),
         hint=f"mend what {format_ranks(failed)} passed",
         ranks=tuple(failed),
@@ -222,6 +223,6 @@ class _TorchGroup:
 
     def all_gather(self, array: Array) -> Array:
         mine = self._torch.from_numpy(np.ascontiguousarray(array))
-        everybodys = [self._torch.empty_like(mine) for _ in range(self._torch.distributed.get_world_size())]
-        self._torch.distributed.all_gather(everybodys, mine)
-        return np.stack([part.numpy() for part in everybodys])
+        gathered = [self._torch.empty_like(mine) for _ in range(self._torch.distributed.get_world_size())]
+        self._torch.distributed.all_gather(gathered, mine)
+        return np.stack([part.numpy() for part in gathered])

@@ -1,8 +1,8 @@
-"""Orders: which sample lies at which place of an epoch, computed when asked.
+"""Orders: functions that compute which sample is at which place of an epoch.
 
-An order is a function of (length, key) and stores nothing that grows with the length, so any
-rank can ask for any places at any time: to deal them out, to skip those already trained on, to start again
-with another number of ranks.
+The two orders here depend only on (length, key), and store nothing that grows with the length. So any rank
+can compute the samples at any places: to deal them out, to skip those already trained on, or to resume with
+another number of ranks.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Shuffled:
 
 
 def places_from(start: int, stride: int, count: int) -> Indices:
-    """start, start + stride, ...: `count` of them, without going beyond 64 bits on the way."""
+    """start, start + stride, ...: `count` of them, computed without overflow of 64 bits."""
     return np.arange(count, dtype=np.int64) * stride + start
 
 
 def derive_key(seed: int, *parts: int | str) -> int:
-    """64 bits that differ, as if by chance, for every seed and every sequence of parts.
+    """A hash of 64 bits of the seed and the parts.
 
-    Adding seed and epoch would give epoch 1 of seed 0 the order of epoch 0 of seed 1.
+    The sum of seed and epoch would give epoch 1 of seed 0 the same order as epoch 0 of seed 1.
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
-"""Where a sampler's process stands: its rank, and of how many.
+"""Finds the rank of a sampler's process, and the number of ranks.
 
-Arguments win; then torch.distributed, if it is loaded and initialised (looked up, never imported); then the
-launcher's variables, Paddle's among them.
+Arguments come first; then torch.distributed, if it is loaded and initialised (looked up, never imported);
+then the variables of the launcher, such as Paddle's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DistributedSampler: a drop-in for torch's that stores no list, need not repeat samples, and resumes.
+"""DistributedSampler: replaces torch's; it stores no list, need not repeat samples, and can resume.
 
-So the batches of one step, of all ranks together, are consecutive places, and one process with a batch
-num_replicas times as large sees the same global batches.
+Places are dealt to the ranks in turn. So the batches of all ranks in one step are consecutive places, and one
+process with a batch num_replicas times as large gets the same global batches.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paceline.errors import ConfigError
 class DistributedSampler(EpochSampler[int]):
     """Iterates over this rank's sample indices; pass it as `sampler=` to a torch `DataLoader`.
 
-    The arguments are those of `torch.utils.data.DistributedSampler`, and more. Each iteration is another
-    epoch with another permutation, with or without `set_epoch`; every rank must iterate equally often.
-    The permutation is computed as it is needed: any number of samples takes the same memory, and an epoch
+    It takes the arguments of `torch.utils.data.DistributedSampler`, and more. Each iteration is another epoch
+    with another permutation, with or without `set_epoch`; every rank must iterate equally often. The
+    permutation is computed as needed, so the memory does not depend on the number of samples, and an epoch
     starts at once.
 
     To save a position inside an epoch, call `commit(samples)` after each optimizer step and store
-    `state_dict()` in the checkpoint. What a loader's workers have fetched ahead does not count.
+    `state_dict()` in the checkpoint. Samples that a loader's workers have only prefetched do not count.
 
     Args:
         dataset: Anything with a length, up to 2**63 - 1 samples. Only the length is used.
@@ -36,10 +36,10 @@ class DistributedSampler(EpochSampler[int]):
         shuffle: Permute the samples, differently in every epoch.
         seed: The seed of the permutation; any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
-        pad: Repeat samples where they do not divide evenly, so that all ranks have equally many. False:
-            every sample exactly once; some ranks get one less than others.
-        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
-        dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
+        pad: Repeat samples if they do not divide evenly, so that all ranks have equally many. False: every
+            sample exactly once; some ranks get one sample less than others.
+        reshuffle: Begin the next epoch with each iteration. False: only `set_epoch` changes the epoch.
+        dataset_id: Name of the data in a saved state; None: the data set's fingerprint or its type.
 
     Raises:
         ConfigError: The rank or the number of ranks is missing or out of range, or options contradict.
@@ -84,7 +84,7 @@ class DistributedSampler(EpochSampler[int]):
 
 
 def choose_ending(name: str, drop_last: bool, pad: bool, *, is_global: bool = False) -> Ending:
-    """Turn two arguments into an ending."""
+    """The ending that two arguments ask for."""
     check = Arguments(name)
     drop_last, pad = check.flag("drop_last", drop_last), check.flag("pad", pad)
     if drop_last and not pad:

@@ -1,4 +1,4 @@
-"""What samplers are made of, checked where it comes in."""
+"""Checks the arguments of the samplers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEED_HINT = "any whole number, the same on all ranks"
 
 
 def seed_of(name: str, seed: int) -> int:
-    """A seed, as Python's own int, which JSON can hold."""
+    """A seed as Python's own int, so that a state can be stored as JSON."""
     return Arguments(name).whole("seed", seed, hint=_SEED_HINT)
 
 
@@ -42,7 +42,7 @@ def row_of(name: str, argument: str, values: object, expected: str) -> npt.NDArr
     except (TypeError, ValueError) as error:  # rows of different lengths
         raise _no_row(name, argument, values, expected, str(error)) from None
     if array.ndim != 1 or array.dtype.kind not in "biuf":
-        # An empty list is of any type.
+        # An empty list has no type of its own.
         if array.ndim == 1 and array.size == 0:
             return array
         raise _no_row(name, argument, values, expected, f"{array.dtype}, shape {array.shape}")

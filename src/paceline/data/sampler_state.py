@@ -1,4 +1,4 @@
-"""States of samplers: whether one fits the sampler that is to go on from it."""
+"""Checks whether a saved state fits the sampler that is to resume from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 
 _NEEDED = ("version", "sampler", "epoch", "position", "is_complete")
-# In the words of a user, and what to do when they differ.
+# For each field: its name in messages, and what to do if it differs.
 _MEANING = {
     "length": ("the data set's length", "the data set has changed since; start the epoch anew"),
     "dataset": ("the data set", 'the same data under another name? Give both samplers one dataset_id="..."'),
@@ -18,7 +18,7 @@ _MEANING = {
 
 
 def identify(name: str, dataset: object, dataset_id: str | None) -> str:
-    """What a state knows a data set by: the name it was given, else its fingerprint or type."""
+    """The identity of a data set in a state: the name that the user gave, else its fingerprint or type."""
     if not (dataset_id is None or (isinstance(dataset_id, str) and not dataset_id)):
         return Arguments(name).text("dataset_id", dataset_id, hint='a name of the data: dataset_id="train"')
     fingerprint = getattr(dataset, "_fingerprint", None)
@@ -26,7 +26,7 @@ def identify(name: str, dataset: object, dataset_id: str | None) -> str:
 
 
 def check_state(name: str, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise unless `state` was made by such a sampler."""
+    """Raise unless `state` was made by a sampler of this name and identity."""
     check = Arguments(f"{name}.load_state_dict")
     if not isinstance(state, Mapping):
         raise check.refuse(

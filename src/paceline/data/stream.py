@@ -1,6 +1,6 @@
 """DistributedStream: iterable data in shards, each read by one worker of one rank.
 
-Of shards that do not suffice for all, several consumers read the same one, and each keeps a part of it.
+If there are not enough shards for all workers, several workers read the same shard, and each keeps a part.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Sample = TypeVar("Sample")
 class DistributedStream(Generic[Shard, Sample]):
     """An iterable data set over shards: all ranks and loader workers together see every element once.
 
-    Pass it to torch's `DataLoader`, with any number of workers: it passes for an `IterableDataset` there. For
-    Paddle's, inherit from both: `class Lines(DistributedStream, paddle.io.IterableDataset)`.
+    Pass it to torch's `DataLoader`, with any number of workers; torch treats it as an `IterableDataset`. For
+    Paddle's loader, inherit from both: `class Lines(DistributedStream, paddle.io.IterableDataset)`.
 
-    Ranks get unequally many elements unless the shards are alike; it has no length, and no place to resume
-    at inside of an epoch.
+    Ranks get unequally many elements unless the shards are alike. A stream has no length, and cannot resume
+    inside of an epoch.
 
     Args:
-        shards: Names, paths, ... of the parts of the data, the same in the same order on all ranks.
+        shards: Names, paths, ... of the shards of the data, the same in the same order on all ranks.
         read: Returns the elements of a shard, always in the same order. Workers call it; for worker processes
             that are not forked it must be picklable.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
@@ -69,8 +69,8 @@ class DistributedStream(Generic[Shard, Sample]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the shards, with the same number on every rank.
 
-        A stream does not move on by itself: the workers of a loader hold copies of it, which would not
-        notice. Call it before iterating over the loader; persistent workers keep the epoch they started in.
+        A stream does not advance to the next epoch by itself, because the workers of a loader hold copies of
+        it. Call this before iterating over the loader; persistent workers keep the epoch they started in.
 
         Raises:
             ConfigError: The epoch is negative.
@@ -78,9 +78,9 @@ class DistributedStream(Generic[Shard, Sample]):
         self.epoch = Arguments(f"{type(self).__name__}.set_epoch").whole("epoch", epoch, least=0)
 
     def __iter__(self) -> Iterator[Sample]:
-        """The elements of this worker of this rank; outside of a loader, of this rank."""
+        """The elements of this worker of this rank; outside of a loader, those of this rank."""
         worker, num_workers = loader_worker()
-        # Neighbouring consumers are of different ranks, so that shards are spread over ranks first.
+        # Consecutive consumers belong to different ranks, so that shards are spread over ranks first.
         consumer = worker * self.num_replicas + self.rank
         for shard, part, parts in deal_shards(len(self.shards), consumer, self.num_replicas * num_workers):
             elements = self.read(self.shards[self._shard_at(shard)])
@@ -94,15 +94,16 @@ class DistributedStream(Generic[Shard, Sample]):
 
 
 def deal_shards(num_shards: int, consumer: int, num_consumers: int) -> Iterator[tuple[int, int, int]]:
-    """What a consumer reads: (place of the shard, which part of it, of how many parts).
+    """What a consumer (a worker of a rank) reads: (place of the shard, its part, number of parts).
 
-    Whole shards as long as there is one for each; those that are left are shared by several.
+    Each consumer gets whole shards as long as there is one for each. Each shard that is left is divided among
+    several consumers.
     """
     whole, rest = divmod(num_shards, num_consumers)
     for round_ in range(whole):
         yield round_ * num_consumers + consumer, 0, 1
     if rest:
-        # Consumer c reads shard c % rest: some shards have one reader more.
+        # Consumer c reads shard c % rest, so some shards have one reader more than others.
         place = consumer % rest
         readers = num_consumers // rest + (place < num_consumers % rest)
         yield whole * num_consumers + place, consumer // rest, readers

@@ -1,4 +1,4 @@
-"""SubsetDistributedSampler: a part of a data set, by its indices."""
+"""SubsetDistributedSampler: samples a part of a data set, which is given by indices."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from paceline.data.sampler_arguments import row_of
 class SubsetDistributedSampler(DistributedSampler):
     """`DistributedSampler` over some samples of a data set, such as a fold or a split.
 
-    Takes 8 bytes for each of the indices on every rank. Everything else is as in `DistributedSampler`. A
-    saved state can only be loaded for the same indices in the same order.
+    It takes 8 bytes for each index on every rank. Everything else is as in `DistributedSampler`. A saved
+    state can only be loaded for the same indices in the same order.
 
     Args:
-        indices: The samples, as numbers of 0 or more; one that stands there twice comes twice in an epoch.
+        indices: The indices of the samples, 0 or more; an index that is there twice is used twice per epoch.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
         rank: The rank of this process; None: as above.
         shuffle: Permute them, differently in every epoch.
         seed: The seed of the permutation; any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
-        pad: Repeat samples where they do not divide evenly. False: each exactly once.
-        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+        pad: Repeat samples if they do not divide evenly. False: each exactly once.
+        reshuffle: Begin the next epoch with each iteration. False: only `set_epoch` changes the epoch.
 
     Raises:
-        ConfigError: As DistributedSampler; or an index is negative or no integer.
+        ConfigError: As in DistributedSampler; or an index is negative or no integer.
 
     Example:
         With two ranks, indices [7, 8, 9], no shuffling and no padding, rank 0 iterates over 7, 9 and
@@ -82,7 +82,7 @@ class Looked:
 def checked_indices(
     name: str, indices: Sequence[int] | npt.NDArray[np.integer], what: str = "indices"
 ) -> Indices:
-    """A copy as int64."""
+    """A copy of the indices as int64."""
     expected = "whole numbers, 0 or more, in one row"
     array = row_of(name, what, indices, expected)
     if array.size == 0:

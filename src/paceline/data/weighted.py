@@ -1,7 +1,7 @@
-"""WeightedDistributedSampler: samples drawn by weight, shared by the ranks.
+"""WeightedDistributedSampler: samples drawn by weight, divided among the ranks.
 
-Draw number p of an epoch is a function of (seed, epoch, p), on whichever rank, so that draws
-can be dealt out and resumed as places of a permutation can.
+Draw number p of an epoch is a function of (seed, epoch, p) on any rank, so draws can be dealt out and resumed
+like the places of a permutation.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ Floats = npt.NDArray[np.float64]
 class WeightedDistributedSampler(DistributedSampler):
     """Draws samples with probabilities in proportion to weights; pass it as `sampler=` to a `DataLoader`.
 
-    The arguments of torch's WeightedRandomSampler, which has no ranks, and of `DistributedSampler`. All
-    ranks together draw what one process would. `commit()` and `state_dict()` work as there.
+    It takes the arguments of torch's WeightedRandomSampler, which does not know of ranks, and those of
+    `DistributedSampler`. All ranks together draw the samples that one process would draw. `commit()` and
+    `state_dict()` work as in `DistributedSampler`.
 
     Memory per rank: with replacement 16 bytes per sample. Without replacement 8 bytes per sample and 8 per
     draw, and at the start of an epoch, for the time of a sort, some 75 more bytes per sample.
 
     Args:
-        weights: One for each sample of the data set; 0 or more, not all 0. They need not add up to 1.
-        num_samples: Draws of one epoch, by all ranks together; None: as many as weights.
-        replacement: Whether a sample may be drawn again in the same epoch. Without, heavy samples come
-            early, and a whole epoch holds each sample of a positive weight once.
+        weights: A weight for each sample of the data set; 0 or more, not all 0. They need not add up to 1.
+        num_samples: Number of draws in one epoch, of all ranks together; None: as many as weights.
+        replacement: Whether a sample may be drawn again in the same epoch. Without replacement, samples of
+            large weights come early, and a whole epoch holds each sample of a positive weight once.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
         rank: The rank of this process; None: as above.
         seed: Any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 draws out, rather than repeat some.
-        pad: Repeat draws where they do not divide evenly. False: some ranks get one less.
-        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+        pad: Repeat draws if they do not divide evenly. False: some ranks get one draw less.
+        reshuffle: Begin the next epoch with each iteration. False: only `set_epoch` changes the epoch.
 
     Raises:
-        ConfigError: As DistributedSampler; a weight is negative or not finite, all are 0, or without
-            replacement there are fewer positive ones than draws.
+        ConfigError: As in DistributedSampler; or a weight is negative or not finite, all are 0, or without
+            replacement there are fewer positive weights than draws.
 
     Example:
-        With weights [0, 1, 1], num_samples=2 and without replacement, of two ranks one gets 1 and the
-        other 2.
+        With weights [0, 1, 1], num_samples=2 and no replacement, one of two ranks gets sample 1 and the other
+        sample 2.
 
     Source: without replacement, Efraimidis and Spirakis, Information Processing Letters 97(5), 2006.
     """
@@ -117,7 +118,7 @@ class Draws:
             return np.empty(0, np.int64)
         total = self._sums[-1]
         points = uniform(places_from(start, stride, count), self._key) * total
-        # Rounding may reach the total itself, which lies behind the last sample of a positive weight.
+        # Rounding may give the total itself, which is beyond the last sample of a positive weight.
         points = np.minimum(points, np.nextafter(total, 0))
         indices: Indices = np.searchsorted(self._sums, points, side="right").astype(np.int64, copy=False)
         return indices
@@ -135,7 +136,7 @@ class Listed:
 
 
 def uniform(places: Indices, key: int) -> Floats:
-    """Numbers of [0, 1), one for each place, independent of each other: SplitMix64 by counter, 53 bits."""
+    """Independent random numbers in [0, 1), one for each place: SplitMix64 by counter, 53 bits."""
     z = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -147,7 +148,7 @@ def _draw_without_replacement(weights: Floats, count: int, key: int) -> Indices:
     positive = np.flatnonzero(weights)
     times = -logarithm(1.0 - uniform(positive, key)) / weights[positive]
     if count < len(times):
-        # All up to the last one that is drawn, so that ties are broken by index below.
+        # Keep all times up to the last one that is drawn, so that ties are broken by index below.
         latest = np.partition(times, count - 1)[count - 1] if count else -1.0
         early = times <= latest
         positive, times = positive[early], times[early]
@@ -155,10 +156,10 @@ def _draw_without_replacement(weights: Floats, count: int, key: int) -> Indices:
 
 
 def logarithm(x: Floats) -> Floats:
-    """Natural logarithm of numbers of (0, 1], to 1e-14, with the same bits on every processor.
+    """Natural logarithm of numbers in (0, 1], to 1e-14, with the same bits on every processor.
 
-    numpy's differs in the last bit between processors, and ranks on two kinds of them would then disagree
-    on the order of two samples. Here are only +, -, * and /, which are rounded alike everywhere.
+    numpy's logarithm differs in the last bit between processors, so ranks on different processors could
+    disagree on the order of two samples. This one uses only +, -, * and /, which round alike everywhere.
     """
     fraction, exponent = np.frexp(x)
     is_small = fraction < 0.7071067811865476
@@ -173,7 +174,7 @@ def logarithm(x: Floats) -> Floats:
 
 
 def checked_weights(name: str, weights: Sequence[float] | npt.NDArray[np.floating]) -> Floats:
-    """A copy as float64."""
+    """A copy of the weights as float64."""
     expected = "one finite number for each sample, 0 or more, with a positive, finite sum"
     array = row_of(name, "weights", weights, expected).astype(np.float64)
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
