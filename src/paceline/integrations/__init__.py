@@ -1,8 +1,8 @@
-"""Paceline in the trainers that people use: one file for each library, imported by those who use it.
+"""Integrations of Paceline into trainer libraries, with one file for each library.
 
-Nothing else in Paceline imports this folder, and a file of it imports its library, the front end and
-`versions`, but no neighbour. Each is an optional extra: importing `paceline.integrations.lightning` needs
-Lightning. docs/trainers.md says what to write, and what was tried.
+Nothing else in Paceline imports this folder. A file imports its library, the front end and `versions`, but no
+other integration. Each is optional: importing `paceline.integrations.lightning` needs Lightning.
+docs/trainers.md shows how to use them, and what was tested.
 
-Not public.
+This package itself has no public names.
 """

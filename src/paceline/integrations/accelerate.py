@@ -4,9 +4,9 @@
     trainer = Trainer(...)
     use_paceline(trainer.accelerator)
 
-Accelerate has handlers for the arguments of torch's DistributedDataParallel, but none for the class. Its
-`prepare_model` does all else (autocast, the device, what is prepared once) when it is asked for a model to
-evaluate, and then the wrapper is ours to put around.
+Accelerate has handlers for the arguments of torch's DistributedDataParallel, but none for the class. So its
+`prepare_model` is called in evaluation mode, in which it does everything else (autocast, the device, the
+bookkeeping of prepared models), and the model is wrapped in Paceline's class afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ with tested_with("accelerate", "1.15", "1.15"):
 
 __all__ = ["use_paceline"]
 
-# Where torch's class would be used with one device for each process: everywhere else is not ours to change.
+# Kinds of training that do not use torch's DistributedDataParallel, so there is nothing to replace.
 _OWN_WAYS = {
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
@@ -41,15 +41,15 @@ _Accelerator = TypeVar("_Accelerator", bound=Accelerator)
 def use_paceline(accelerator: _Accelerator, **arguments: Any) -> _Accelerator:
     """Let an Accelerator wrap models in `paceline.torch.DistributedDataParallel` from now on.
 
-    Not collective, does not block; `accelerator.prepare(model)` is, as ever. Arguments in Accelerate's
-    `DistributedDataParallelKwargs`, its communication hook among them, count as before. With
-    `torch.compile` (a dynamo plugin) the module is compiled inside the wrapper. In one process alone nothing
-    is wrapped, as with Accelerate.
+    Not collective, and does not block; `accelerator.prepare(model)` is collective, as it is without Paceline.
+    The arguments in Accelerate's `DistributedDataParallelKwargs`, and its communication hook, are used as
+    before. With `torch.compile` (a dynamo plugin) the module is compiled inside the wrapper. In a single
+    process nothing is wrapped, as with Accelerate.
 
     Args:
         accelerator: Any Accelerator, before it has prepared a model; a Trainer's is `trainer.accelerator`.
-        arguments: Further ones for our class, such as nonfinite="raise" or buffers={"*": "average"}; they
-            replace those of Accelerate's handler.
+        arguments: Further arguments for Paceline's class, such as nonfinite="raise" or
+            buffers={"*": "average"}; they override those of Accelerate's handler.
 
     Returns:
         The same accelerator.
@@ -58,7 +58,7 @@ def use_paceline(accelerator: _Accelerator, **arguments: Any) -> _Accelerator:
         ConfigTypeError: It is no Accelerator.
         ConfigError: It was given to use_paceline before, or has prepared a model already; or it was made for
             DeepSpeed, FSDP, Megatron-LM, XLA or tensor parallelism, which use no DistributedDataParallel; or
-            our class has no such argument.
+            Paceline's class has no argument of such a name.
 
     Example:
         Each of two ranks that `paceline run -n 2` or `accelerate launch --multi_gpu` starts:

@@ -3,8 +3,8 @@
     import paceline.integrations.lightning   # registers the names
     trainer = Trainer(strategy="paceline", accelerator="cpu", devices=2)
 
-Lightning finds callbacks of other packages by entry points, but no strategies: its registries know a strategy
-once the module that registers it has been imported.
+Lightning finds callbacks of other packages by entry points, but not strategies. Its registries know a
+strategy once the module that registers it has been imported.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class PacelineStrategy(_TrainerDDP):
     """Lightning's DDPStrategy, with the model wrapped in `paceline.torch.DistributedDataParallel`.
 
     Args:
-        arguments: What Lightning's DDPStrategy takes (`start_method`, `timeout`, `ddp_comm_hook` and others);
-            what it does not know goes to our class: `gradient_as_bucket_view`, `nonfinite`, `buffers` and
-            the others. A communication hook works on the CPU, too, where Lightning's strategy drops it.
+        arguments: The arguments of Lightning's DDPStrategy (`start_method`, `timeout`, `ddp_comm_hook` and
+            others). Arguments that it does not know are passed to Paceline's class:
+            `gradient_as_bucket_view`, `nonfinite`, `buffers` and others. A communication hook also works on
+            the CPU, where Lightning's strategy drops it.
 
     Raises:
         ConfigError: When the trainer starts: the launcher started another number of processes than
@@ -71,7 +72,8 @@ class PacelineFabricStrategy(_FabricDDP):
     """Fabric's DDPStrategy, with modules wrapped in `paceline.torch.DistributedDataParallel`.
 
     Args:
-        arguments: What Fabric's DDPStrategy takes; what it does not know goes to our class.
+        arguments: The arguments of Fabric's DDPStrategy. Arguments that it does not know are passed to
+            Paceline's class.
 
     Raises:
         ConfigError: When Fabric launches: the launcher started another number of processes than `devices`
@@ -109,8 +111,9 @@ def _register(strategy: type, registry: Any) -> None:
 
 
 def _check_number_of_processes(num_nodes: int, num_processes: int) -> None:
-    # Without it Lightning looks for a device of that number and fails, or waits for ranks that never come.
-    # Lightning's own launchers set no RANK; and some platforms set WORLD_SIZE where nothing is launched.
+    # Without this check Lightning fails as it looks for a device with the number of an extra rank, or waits
+    # for ranks that never start. Lightning's own launchers do not set RANK, and some platforms set WORLD_SIZE
+    # although no launcher is used.
     is_launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
     started, wanted = os.environ.get("WORLD_SIZE", ""), num_nodes * num_processes
     if is_launched and started.isdigit() and int(started) != wanted:

@@ -3,9 +3,9 @@
     from paceline.integrations.ray_train import PacelineConfig
     trainer = TorchTrainer(train, torch_config=PacelineConfig(), scaling_config=ScalingConfig(num_workers=2))
 
-Ray's `TorchConfig` says how its workers form a process group, and in what context they call the user's
-function. Everything is left as Ray does it, and during that call Ray's `prepare_model` finds
-Paceline's class under the name of torch's.
+Ray's `TorchConfig` defines how its workers form a process group, and a context in which they call the user's
+function. `PacelineConfig` changes two things: the workers of a run get a common secret, and during that call
+Ray's `prepare_model` finds Paceline's class under the name of torch's.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _NAME = "DistributedDataParallel"
 class PacelineConfig(TorchConfig):
     """Ray's TorchConfig, with which `prepare_model` wraps in `paceline.torch.DistributedDataParallel`.
 
-    The workers of a run get a secret by which they recognise each other: that of this process, if the user
-    has named one (PACELINE_SECRET_FILE), else a new one. It travels as Ray's own calls do. When the function
-    of one worker raises, the others that wait for it raise at once, and quote the exception.
+    The workers of a run get a secret by which they authenticate each other: the secret of this process, if
+    the user has named one (PACELINE_SECRET_FILE), else a new one. It is sent in Ray's own calls. If the
+    function of one worker raises, the workers that wait for it raise at once, and quote the exception.
 
     Args:
-        backend: As of Ray's TorchConfig: "gloo", "nccl", or None for the one that fits.
-        init_method: As of Ray's TorchConfig.
+        backend: As in Ray's TorchConfig: "gloo", "nccl", or None for the one that fits.
+        init_method: As in Ray's TorchConfig.
         timeout_s: Seconds that calls of the process group may take.
 
     Raises:
         ConfigError: The first version of Ray Train's API is switched on (RAY_TRAIN_V2_ENABLED=0), or the file
-            of the user's secret cannot be read. Making it is not collective and does not block.
+            of the user's secret cannot be read. The constructor is not collective and does not block.
 
     Example:
         Each of the two workers that Ray starts:
@@ -74,12 +74,12 @@ class PacelineConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type:
-        """What Ray's controller makes to start the workers."""
+        """The class of which Ray's controller makes an instance to start the workers."""
         return _Backend
 
     @property
     def train_func_context(self) -> type:
-        """In what a worker calls the user's function."""
+        """The context manager in which a worker calls the user's function."""
         return _Context
 
 

@@ -1,5 +1,6 @@
-"""Which versions of a library a file of this folder was tested with. A newer version is not refused but
-warned of, once.
+"""Checks that a library has a version that its integration was tested with.
+
+Other versions are not refused, but give one warning.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def tested_with(library: str, oldest: str, newest: str) -> Iterator[None]:
-    """Import the library within this: says what is wrong if it is missing, or another than it was."""
+    """Import a library in this context, which raises a clear error if it is missing, or lacks a name."""
     try:
         metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -42,7 +43,7 @@ def tested_with(library: str, oldest: str, newest: str) -> Iterator[None]:
 
 
 def warn_if_untested(library: str, oldest: str, newest: str) -> None:
-    """Warn, once and on rank 0, unless the library that is installed is of a tested version."""
+    """Warn, once and on rank 0, unless the installed version of a library was tested."""
     text = metadata.version(library)
     if _minor(oldest) <= _minor(text) <= _minor(newest) or library in _warned:
         return
@@ -57,7 +58,7 @@ def warn_if_untested(library: str, oldest: str, newest: str) -> None:
         f"  hint     pip install '{library}=={newest}.*', or `paceline run --replace-ddp` without the "
         "integration",
         UntestedVersionWarning,
-        stacklevel=5,  # warn_if_untested, tested_with, contextlib, the integration; who imports it
+        stacklevel=5,  # warn_if_untested, tested_with, contextlib, the integration; the code that imports it
     )
 
 
