@@ -1,6 +1,6 @@
 """Everything that Paceline raises.
 
-    PacelineError                    every error of ours (a RuntimeError)
+    PacelineError                    base class of all errors (a RuntimeError)
     ├── ConfigError                  an argument or an environment variable is wrong (also a ValueError)
     │   └── ConfigTypeError          an argument is of the wrong type (also a TypeError)
     ├── RendezvousError              the processes did not find each other

@@ -68,7 +68,7 @@ class Machines:
         bits_per_s: Bandwidth of a host's link in each direction.
         latency_s: From the start of a message in one process to its end in another.
         message_s: Processor time of each message that a rank sends or receives.
-        connection_bits_per_s: Most bandwidth of one TCP connection.
+        connection_bits_per_s: Largest bandwidth of one TCP connection.
         memory_bytes_per_s: Memory bandwidth of a host, reads and writes of all cores.
     """
 
@@ -85,7 +85,7 @@ class Prediction:
 
     Attributes:
         seconds: From the first gradient to the last mean, if no computation overlaps with it.
-        sent_bytes: What one host sends, without the headers of packets.
+        sent_bytes: Bytes that one host sends, without the headers of packets.
         limit: The bottleneck: "link", "connections", "messages", "latency" or "memory".
     """
 

@@ -84,7 +84,7 @@ def use_paceline(accelerator: _Accelerator, **arguments: Any) -> _Accelerator:
         wrapped: Any = DistributedDataParallel(prepared, device_ids=devices, **given)
         if handler is not None:
             handler.register_comm_hook(wrapped)
-        prepared._is_accelerate_prepared = False  # it is the wrapper that must not be wrapped again
+        prepared._is_accelerate_prepared = False  # only the wrapper must not be prepared again
         wrapped._is_accelerate_prepared = True
         return wrapped
 

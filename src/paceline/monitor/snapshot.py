@@ -31,7 +31,7 @@ _BEGUN = {
     Event.DATA_BEGAN: "data",
     Event.DATA_ENDED: "",
 }
-_LATE_NS = 3_000_000_000  # a rank of another host reports its figures once in a second
+_LATE_NS = 3_000_000_000  # a rank of another host reports its figures once a second
 _SAMPLES = "samples"  # a value of this name counts instead of batch sizes
 
 

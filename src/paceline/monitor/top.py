@@ -27,7 +27,7 @@ runs is shown. This does not slow the job down.
 _EVERY_S = 1.0
 _WIDE, _WIDER = 64, 92  # columns that a terminal must have for more figures
 _HOST_WIDTH = 10
-_FAR_SILENT_S = 3  # a rank of another host reports its figures once in a second
+_FAR_SILENT_S = 3  # a rank of another host reports its figures once a second
 _ROWS_AROUND = 8  # rows of the terminal that do not show ranks
 
 

@@ -5,7 +5,8 @@ A report holds the header and the totals of the rank's own recording, and a few 
 there. Bytes of such a file, of which the first 3072 are laid out as in a ring's file (`ring_file`):
 
     0       header
-    1024    totals at the end of the first backward, and the latest totals
+    1024    totals at the end of the first backward
+    2048    the latest totals
     3072    sequence number of the write, time of the write, state, length of `Words`, `Words` as JSON
     4088    the sequence number again, so that a reader notices a write in progress
 """
@@ -127,16 +128,16 @@ class FarRanks:
         self._files: dict[int, mmap.mmap] = {}  # by the number that the channel gives to a rank
         self._written = 0
 
-    def take(self, who: int, raw: bytes) -> None:
+    def take(self, peer: int, raw: bytes) -> None:
         with suppress(ValueError, OSError, struct.error):
             header, first, last, words = _unpack_figures(raw)
-            memory = self._files.get(who)
+            memory = self._files.get(peer)
             if memory is None:
                 if (folder := self._folder()) is None:
                     return
                 if not self._files:
                     _drop_old(folder)
-                memory = self._files[who] = _create(folder / f"rank{header.rank}{_SUFFIX}")
+                memory = self._files[peer] = _create(folder / f"rank{header.rank}{_SUFFIX}")
             ring_file.write_header(memory, header)
             self._written += 1
             if first:
@@ -144,14 +145,14 @@ class FarRanks:
             ring_file.write_totals(memory, last, self._written)
             self._write(memory, State.LIVE, words.pack())
 
-    def leave(self, who: int) -> None:
-        self._end(who, State.LEFT)
+    def leave(self, peer: int) -> None:
+        self._end(peer, State.LEFT)
 
-    def lose(self, who: int) -> None:
-        self._end(who, State.LOST)
+    def lose(self, peer: int) -> None:
+        self._end(peer, State.LOST)
 
-    def _end(self, who: int, state: State) -> None:
-        memory = self._files.get(who)
+    def _end(self, peer: int, state: State) -> None:
+        memory = self._files.get(peer)
         if memory is not None:
             _, _, before, length = _HEAD.unpack_from(memory, _WORDS_AT)
             if before == State.LIVE:

@@ -98,7 +98,7 @@ class Recording:
         self._header: RankHeader | None = None
         self._first: Totals = {}
         self._last: Totals = {}
-        self._steps: dict[int, int] = {}  # of each model, when the totals were written last
+        self._steps: dict[int, int] = {}  # of each model, its last backward when the totals were written
         self.report_to_host: Callable[[bytes], object] | None = None
         self.logged: dict[str, float] = {}
         self._num_samples = 0

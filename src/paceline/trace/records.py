@@ -56,7 +56,7 @@ class Event(IntEnum):
     LOGGED = 24
     """The program has logged a value (the number of its name, the bits of a float64)."""
     NORM = 25
-    """The 2-norm of the mean gradient, once in a second (iteration of a model, the bits of a float64)."""
+    """The 2-norm of the mean gradient, once a second (iteration of a model, the bits of a float64)."""
     NONFINITE = 26
     """Gradients held an infinity or a NaN (iteration of a model, number of them << 32 | the first rank)."""
 
