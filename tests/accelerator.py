@@ -1,6 +1,7 @@
-"""What tests of GPUs run on: a GPU, or the device of `tests/device/torch` where PACELINE_TEST_DEVICE is set.
+"""The accelerator for GPU tests: a GPU, or a stand-in if PACELINE_TEST_DEVICE is set.
 
-The latter runs what it is given later, as a GPU does, and needs none: `make test-device`.
+The stand-in (`tests/device/torch`) executes its work asynchronously, as a GPU does, and needs no GPU: `make
+test-device`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KIND = device.NAME if IS_THERE and not IS_CUDA else "cuda"
 NCCL = "nccl" if IS_CUDA else device.NCCL
 """A process group whose collectives run on a stream of the device."""
 GLOO = "gloo" if IS_CUDA else device.GLOO
-"""One for whose collectives the caller has to wait."""
+"""A process group whose collectives the caller has to wait for."""
 GLOO_AND_NCCL = "cpu:gloo,cuda:nccl" if IS_CUDA else device.NCCL
 needed = pytest.mark.skipif(not IS_THERE, reason="needs a GPU")
 needs_cuda = pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
@@ -41,17 +42,17 @@ if IS_THERE and not IS_CUDA:
 
 
 def module() -> Any:
-    """torch.cuda, or what stands for it."""
+    """torch.cuda, or the module of the stand-in device."""
     return torch.get_device_module(KIND)
 
 
 def count() -> int:
-    """How many of them there are."""
+    """The number of devices."""
     return int(module().device_count()) if IS_THERE else 0
 
 
 def busy(milliseconds: int) -> None:
-    """Give the current stream something to do, for as long as a test needs to be ahead of it."""
+    """Give the current stream work that lasts until the test is ahead of it."""
     if IS_CUDA:
         torch.cuda._sleep(int(milliseconds * 1.5e6))  # type: ignore[no-untyped-call]
     else:
@@ -60,7 +61,7 @@ def busy(milliseconds: int) -> None:
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within it, whatever waits for the device raises."""
+    """A context in which every wait for the device raises."""
     module().synchronize()
     if IS_CUDA:
         torch.cuda.set_sync_debug_mode("error")

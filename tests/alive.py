@@ -1,4 +1,4 @@
-"""What of a wrapped model is still there: nothing public tells, because nobody but a test asks."""
+"""Counts the live reducers of wrapped models, for which there is no public API."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from paceline.reducer.backward.backward_sync import BackwardSync
 
 
 def syncs_alive() -> int:
-    """How many models of this process have their gradients averaged, with the memory that takes.
+    """The number of models in this process whose gradients are averaged, and the memory that this takes.
 
-    More than there are wrapped models: something holds what averages the gradients of one that is gone.
+    If it is larger than the number of wrapped models, something keeps the reducer of a deleted model alive.
     """
     gc.collect()
     return sum(type(each) is BackwardSync for each in gc.get_objects())

@@ -1,8 +1,8 @@
-"""A core beside torch in one process, whichever way it was linked: `python -m tests.beside_torch FOLDER`.
+"""Tests a core beside torch in one process, however it was linked: `python -m tests.beside_torch FOLDER`.
 
-Two ranks import torch, then the package that lies in FOLDER (an unpacked wheel, say), read the control groups
-of simulated machines, and form a group. Where a core has a C++ runtime of its own, the loader may merge some
-of its symbols with those of torch's; streams and locales crash then (docs/design/core.md, The built library).
+Two ranks import torch, then the package in FOLDER (an unpacked wheel, for example). They read the control
+groups of simulated machines and form a group. If a core has its own C++ runtime, the loader may merge some of
+its symbols with those of torch's; streams and locales then crash (docs/design/core.md, The built library).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 GIB = 2**30
 LIMITS = (3 * GIB + 1024, 1.5)
-"""Of the machines that `simulate` makes."""
+"""The limits of the machines that `simulate` makes."""
 _WITHIN_S = 900
 _MOUNTS = {
     1: "33 31 0:30 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
@@ -59,7 +59,7 @@ print(json.dumps([limits, values.tolist()[::999]]))
 
 
 def simulate(root: Path, version: int) -> None:
-    """Write what a machine shows whose control groups (version 1 or 2) give this process LIMITS."""
+    """Write the files of a machine whose control groups (version 1 or 2) give this process LIMITS."""
     texts = {"proc/self/mountinfo": _MOUNTS[version], "proc/self/cgroup": _OWN[version]}
     texts |= {f"sys/fs/cgroup/{name}": text for name, text in _FILES[version].items()}
     for name, text in texts.items():
@@ -69,7 +69,7 @@ def simulate(root: Path, version: int) -> None:
 
 
 def faults_of(folder: Path | None) -> list[str]:
-    """What went wrong on ranks with the package of a folder, or None: with the one that is installed."""
+    """The failures of ranks that use the package of a folder; with None, the installed package."""
     import torch
 
     paths = [str(folder.resolve()), str(Path(torch.__file__).parents[1])] if folder else []
@@ -77,7 +77,7 @@ def faults_of(folder: Path | None) -> list[str]:
         roots = [f"{place}/{version}" for version in (1, 2)]
         for version in (1, 2):
             simulate(Path(roots[version - 1]), version)
-        # No .pth file is read for a folder: it would bring the package that is installed.
+        # Python reads no .pth file of this folder: such a file would add the installed package.
         command = [sys.executable, *(["-S"] if folder else []), "-X", "faulthandler", "-c", _PROGRAM]
         command.append(json.dumps([paths, roots]))
         variables = {**os.environ, "WORLD_SIZE": "2", "PACELINE_JOB_ID": place}
@@ -102,7 +102,7 @@ def faults_of(folder: Path | None) -> list[str]:
 
 
 def main() -> int:
-    """Print the faults; the value is the exit status."""
+    """Print the faults; return the exit status."""
     faults = faults_of(Path(sys.argv[1]))
     for fault in faults:
         print(f"{sys.argv[1]}: {fault}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""A real browser without a window, driven over two pipes by the DevTools protocol.
+"""A real headless browser, driven over two pipes by the DevTools protocol.
 
-https://chromedevtools.github.io/devtools-protocol/; no port is opened, and nothing need be installed but the
-browser itself.
+https://chromedevtools.github.io/devtools-protocol/. It opens no port, and only the browser itself needs to be
+installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Browser:
     """One page of a browser.
 
     Args:
-        folder: For its profile; it must be empty.
+        folder: For its profile; must be empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Browser:
         self._in, theirs_out = os.pipe()
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         options += ["--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
-        # It talks on the descriptors 3 and 4.
+        # The browser uses the descriptors 3 and 4 for the protocol.
         self._process = subprocess.Popen(
             [
                 "bash",
@@ -59,15 +59,15 @@ class Browser:
         self.call("Page.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Ask the browser for something, and wait for its answer."""
+        """Send a command to the browser, and wait for its answer."""
         self._number += 1
         asked = {"id": self._number, "method": method, "params": parameters, **self._session}
         os.write(self._out, json.dumps(asked).encode() + b"\0")
         while True:
-            told = self._next()
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
+            message = self._next()
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _WITHIN_S
@@ -93,13 +93,13 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def evaluate(self, program: str) -> Any:
-        """The value of an expression of JavaScript in the page."""
+        """The value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=program, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def until(self, program: str) -> Any:
-        """The value of an expression, once it is true."""
+        """Wait until the value of an expression is true, and return it."""
         deadline = time.monotonic() + _WITHIN_S
         while not (value := self.evaluate(program)):
             text = self.evaluate("document.body && document.body.innerText")
@@ -113,7 +113,7 @@ class Browser:
         return base64.b64decode(shot["data"])
 
     def close(self) -> None:
-        """End it."""
+        """End the browser."""
         self._process.kill()
         self._process.wait(_WITHIN_S)
         os.close(self._in)

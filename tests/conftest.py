@@ -1,7 +1,6 @@
-"""What all tests share: hypothesis without a deadline, and an environment that knows of no launcher.
+"""Settings for all tests: hypothesis without a deadline, an environment without a launcher's variables.
 
-Where PaddlePaddle is not installed, the files that test it are left out, and the first lines of output say
-so.
+If PaddlePaddle is not installed, its test files are left out, and the first lines of the output say so.
 """
 
 from __future__ import annotations
@@ -15,34 +14,35 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Collecting makes objects that stay until the end, among which a third of its time went to look for garbage.
+# Collection makes objects that live until the end. A third of its time went into looking for garbage among
+# them.
 gc.disable()
 
-# The machine may be loaded: how long an example takes says nothing about the code.
+# The machine may be loaded, so the duration of an example shows nothing about the code.
 settings.register_profile(
     "paceline", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("paceline")
 
-# Started under a launcher, pytest would hand its rank to every test. Before any test imports anything.
+# Under a launcher, pytest would pass its own rank to every test. Remove it before any test imports anything.
 for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 os.environ.pop("PACELINE_JOB_ID", None)
 
-# Else torch asks the CUDA runtime whether there is a GPU, and no fork of a process that did can use one.
+# Without this, torch asks the CUDA runtime whether there is a GPU, and no fork of such a process can use one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# Started in the background of a script, pytest inherits an ignored SIGINT, and would hand that on to every
-# process whose answer to Ctrl-C a test asks for.
+# If a script starts pytest in the background, pytest inherits an ignored SIGINT. It would pass that on to
+# every process whose reaction to Ctrl-C is tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _has_paddle = importlib.util.find_spec("paddle") is not None
 collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
 
-# The files that take longest, by the CPU seconds of all their processes; those that mostly wait, by the
-# seconds that they take on an idle machine. The processes of pytest share the files in this order, so that
-# none has a long one left when the others have none.
+# The files that take longest, by the CPU seconds of all their processes. Files that mostly wait are placed by
+# their seconds on an idle machine. The processes of pytest take the files in this order, so that no process
+# is left with a long file when the others have finished.
 LONGEST_FILES = (
     "bench/test_benchmarks.py",
     "chaos/test_chaos.py",
@@ -81,7 +81,7 @@ LONGEST_FILES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None):  # the workers, which have not started yet, share their servers
+    if config.getoption("numprocesses", None):  # the workers have not started yet; they share their servers
         from tests.harness import shared_servers
 
         shared_servers.share()
@@ -93,16 +93,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # of what -k and -m have chosen
+@pytest.hookimpl(trylast=True)  # only tests that -k and -m select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("every_combination"):
         _deselect_repeated_pairs(config, items)
     places = {os.path.join(os.path.dirname(__file__), name): n for n, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(str(item.path), len(places)))  # stable
+    items.sort(key=lambda item: places.get(str(item.path), len(places)))  # the sort is stable
 
 
 def _deselect_repeated_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with three or more parametrizations, keep as few runs as have each pair of two values."""
+    """For tests with three or more parametrizations, keep only the runs that cover each pair of values."""
     pairs: dict[str, dict[pytest.Item, set[object]]] = {}
     for item in items:
         values = _values(item)
@@ -122,7 +122,7 @@ def _deselect_repeated_pairs(config: pytest.Config, items: list[pytest.Item]) ->
 
 
 def _values(item: pytest.Item) -> list[tuple[tuple[str, int], ...]]:
-    """What each parametrization has for this run of its test: its names, and which objects they stand for."""
+    """The ids and the values that each parametrization has in this run of its test."""
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return []
     left = {name: id(value) for name, value in item.callspec.params.items()}
@@ -140,7 +140,7 @@ def pytest_collection_finish() -> None:
 
 
 def _freeze() -> None:
-    """Keep the garbage collector from walking what stays until the end: all tests, and both frameworks."""
+    """Exempt the objects that live until the end (all tests, both frameworks) from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -151,7 +151,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """At the end of a file, let the ranks end that its tests have kept; what they have imported stays."""
+    """At the end of a file, end the ranks that its tests have kept; the fork servers stay."""
     if nextitem is None or nextitem.path != item.path:
         from tests.harness.run import end_kept_ranks
 

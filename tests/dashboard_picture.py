@@ -1,4 +1,4 @@
-"""Draws docs/pictures/dashboard.png: the page of a job that is made up, in a real browser.
+"""Draws docs/pictures/dashboard.png: the page of an invented job, in a real browser.
 
 Run it when the page changes: python -m tests.dashboard_picture. It needs chromium, and pillow, which comes
 with matplotlib.
@@ -27,7 +27,7 @@ _SECONDS = 120
 
 
 class MadeUpWatch(JobWatch):
-    """Four ranks; first one of them is slow, then another, and once a batch holds a NaN."""
+    """Four ranks; one of them is slow, later another one, and one batch holds a NaN."""
 
     def __init__(self) -> None:
         super().__init__(Path("/none/9fb9a4"))

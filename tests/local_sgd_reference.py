@@ -1,4 +1,4 @@
-"""A sync of local SGD in one process, in float64, with its own spelling of every formula."""
+"""A reference for one sync of local SGD: one process, float64, formulas written independently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outer = tuple[float, float, bool]
 
 
 def values_of(net: nn.Module) -> list[np.ndarray]:
-    """Its parameters, copied."""
+    """The parameters of a model, copied."""
     return [parameter.detach().double().numpy().copy() for parameter in net.parameters()]
 
 
@@ -24,13 +24,13 @@ def meet(
     weights: Sequence[float],
     outer: Outer,
 ) -> None:
-    """Let the models of all members meet. What is frozen and has not changed stays as it is.
+    """Synchronise the models of all replica groups. A frozen parameter that has not changed stays as it is.
 
     Args:
-        replicas: The model of each member; all have the same parameters afterwards.
+        replicas: The model of each replica group; all have the same parameters afterwards.
         begun: The parameters at the last sync; afterwards, at this one.
-        velocity: Of the outer optimizer; moves on.
-        weights: What each member weighs.
+        velocity: The velocity of the outer optimizer; updated.
+        weights: The weight of each replica group.
         outer: The outer optimizer.
     """
     lr, momentum, nesterov = outer

@@ -1,4 +1,4 @@
-"""A real notebook kernel, as Jupyter starts it: runs cells and gives what they show, as it comes."""
+"""A real notebook kernel, started as Jupyter starts it: runs cells and returns their output as it comes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class Shown:
-    """What a cell showed: pieces of its two streams as they came, and the error that ended it."""
+    """The output of a cell: the text of its two streams as it came, and the error that ended it."""
 
     pieces: list[tuple[str, str]] = field(default_factory=list)
     error: str = ""
@@ -39,7 +39,7 @@ class Kernel:
     """One kernel of this interpreter.
 
     Args:
-        folder: Where it runs, and keeps what belongs to it.
+        folder: Its working directory, which also holds its files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Kernel:
 
         Args:
             cell: Its code.
-            while_running: Called for each piece of output, while the cell runs.
+            while_running: Called for each output message, while the cell runs.
         """
         asked = self._client.execute(cell)
         shown = Shown()
@@ -82,10 +82,10 @@ class Kernel:
                 return shown
 
     def interrupt(self) -> None:
-        """What the stop button does."""
+        """Interrupt the kernel, as the stop button does."""
         self._manager.interrupt_kernel()
 
     def close(self) -> None:
-        """Kill it, as a restart does in the end."""
+        """Kill the kernel, as a restart does in the end."""
         self._client.stop_channels()
         self._manager.shutdown_kernel(now=True)

@@ -1,7 +1,7 @@
 """Draws docs/pictures/notebook.png: the cells of docs/notebook.md, run in a real kernel, in a real browser.
 
 Run it when the page changes: python -m tests.notebook_picture. It needs chromium, and `pip install nbconvert
-ipykernel pillow`. It prints what the ranks said, for the page.
+ipykernel pillow`. It prints the output of the ranks, for the page.
 """
 
 from __future__ import annotations

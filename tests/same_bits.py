@@ -1,4 +1,4 @@
-"""Train on several numbers of processes and hosts, and print the hash with which each ends: `make same-bits`.
+"""Trains on several numbers of processes and hosts, and prints the final hash of each: `make same-bits`.
 
 python -m tests.same_bits --steps 300 --stops 20 --framework torch
 """
@@ -30,9 +30,9 @@ def train_over_hosts(rank: int, kind: str, hosts: tuple[int, ...], steps: int) -
 
 
 def runs_of(framework: str, kind: str, steps: int, stops: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Each training, once it has ended: its layout, its parts, and the hash with which its processes ended.
+    """Yield each training, once it has ended: its layout, segments, and the final hashes of its processes.
 
-    A part has its number of processes, and its first and last step.
+    A segment has its number of processes, and its first and last step.
     """
 
     def ended(layout: str, parts: list[tuple[int, int, int]], found: set[str]) -> dict[str, Any]:

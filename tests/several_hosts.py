@@ -1,4 +1,4 @@
-"""Several hosts on one machine: each rank says on which one it is; ranks of two hosts share no memory."""
+"""Simulates several hosts on one machine: each rank declares its host; ranks of two hosts share no memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.rank_main import after_test
 
 
 def be_on_host(number: int) -> None:
-    """Have this rank tell others, from now on, that it is on that host."""
+    """Make this rank report, from now on, that it is on that host."""
     after_test(lambda: setattr(shared_memory, "_host_hint", _usual_host_hint))
     shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Reason())
 
@@ -23,7 +23,7 @@ _usual_host_hint = shared_memory._host_hint
 
 @contextlib.contextmanager
 def on_host(number: int) -> Iterator[None]:
-    """Within it, this rank is on that host."""
+    """A context in which this rank is on that host."""
     before = shared_memory._host_hint
     be_on_host(number)
     try:
@@ -33,7 +33,7 @@ def on_host(number: int) -> Iterator[None]:
 
 
 def send_values(*, of_small_models: bool) -> None:
-    """Let gradients of hosts of one rank travel as they are, however few they are; or as usual.
+    """Send gradients of one-rank hosts between hosts uncopied, however small they are; or as usual.
 
     For models that are wrapped from now on; the same on all ranks.
     """
@@ -47,7 +47,7 @@ _USUAL_VALUES_BYTES = routes.VALUES_BYTES
 def noting(
     prepare: Callable[..., Begin], note: Callable[[Message, Transfer], object]
 ) -> Callable[..., Begin]:
-    """What stands for a transport's `sending` or `receiving`, and reports each message that is begun."""
+    """Replaces a transport's `sending` or `receiving`, and reports each message that is begun."""
 
     def prepared(transport: Any, host: int, message: Message, tag: int) -> Begin:
         begin = prepare(transport, host, message, tag)

@@ -1,6 +1,7 @@
-"""Gradients that are treated as if they were on a device: tensors of the CPU, and Gloo within each host.
+"""Treats gradients as if they were on a device: tensors of the CPU, and Gloo within each host.
 
-What is truly a device's (pinned memory, streams, events) is replaced; all other code is what runs on GPUs.
+The features that only a device has (pinned memory, streams, events) are replaced. All other code is the code
+that runs on GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.torch.ddp import distributed
 
 
 class CopiesOnHost:
-    """In place of `DeviceCopies`. What comes to the host is there when somebody has asked for it twice."""
+    """Replaces `DeviceCopies`. A copy to the host is complete at its second query."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -37,7 +38,7 @@ class CopiesOnHost:
     def begin(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], bool]:
         assert self._is_in_stream
         if all(target is not each for each in self._pinned):
-            target.copy_(source)  # what is on the stream behind it finds it
+            target.copy_(source)  # later work on the stream sees it
             return lambda: True
         target.fill_(float("nan"))
         asked: list[int] = []
@@ -52,7 +53,7 @@ class CopiesOnHost:
 
 
 def be_a_device(patch: pytest.MonkeyPatch) -> None:
-    """Have models on the CPU take the way of those on GPUs, on this rank, if reduce_through asks for it."""
+    """Make models on the CPU use the path of models on GPUs, on this rank, if reduce_through asks for it."""
 
     def connect(peers: Any, **options: Any) -> Any:
         return communicator.connect(peers, **{**options, "on_host": False})

@@ -1,4 +1,4 @@
-"""Tensors of torch's that have no memory of their own, as libraries of quantisation and others make them."""
+"""Tensors of torch that have no memory of their own, like those of quantisation libraries and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 
 class Quantised(torch.Tensor):
-    """A matrix kept as int8 and a scale per row; knows few operations, as the real ones do."""
+    """A matrix kept as int8 and a scale per row. It supports few operations, like the real ones."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Any:
@@ -46,7 +46,7 @@ class Quantised(torch.Tensor):
 
 
 class Opaque(Quantised):
-    """One that does not say of which tensors it consists."""
+    """A tensor that does not declare its inner tensors."""
 
     __tensor_flatten__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""What tests ask of a trace file, read without our own code; and what makes a rank slow on purpose."""
+"""Reads trace files for tests, without our own code; and makes a rank slow on purpose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.trace.ring_file import path_of, read
 
 
 def read_trace(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The events of a file by the name of their thread, which is a rank; checks that slices nest."""
+    """The events of a file by the name of their thread, which is a rank. Checks that slices nest."""
     events = json.loads(path.read_text())["traceEvents"]
     names = {
         (each["pid"], each["tid"]): each["args"]["name"]
@@ -49,7 +49,7 @@ def backwards_of(thread: list[dict[str, Any]], name: str) -> list[int]:
 
 
 def waited_for(threads: dict[str, list[dict[str, Any]]]) -> set[tuple[str, int, str]]:
-    """(who, in which iteration, for whom) of each arrow."""
+    """(waiting rank, iteration, awaited rank) of each arrow."""
     begins = {each["id"]: rank for rank, thread in threads.items() for each in thread if each["ph"] == "s"}
     found = set()
     for rank, thread in threads.items():
@@ -69,7 +69,9 @@ def until_ended(folder: Path, rank: int, number: int) -> None:
     """Wait until a rank that records in this folder has ended the backward with this number."""
     while True:
         found = read(path_of(folder, rank).read_bytes())
-        told = [] if found is None else found.records
-        if any(each.event == Event.BACKWARD_ENDED and backward_of(each.first)[1] == number for each in told):
+        records = [] if found is None else found.records
+        if any(
+            each.event == Event.BACKWARD_ENDED and backward_of(each.first)[1] == number for each in records
+        ):
             return
         time.sleep(0.02)

@@ -1,8 +1,8 @@
-"""Runs the tutorials as a reader does: writes their scripts, gives their commands, compares what is printed.
+"""Runs the tutorials as a reader does: writes their scripts, runs their commands, compares their output.
 
-The one idea: a page is a list of steps. A block of Python that begins with "# name.py" is that file; a block
-of sh is a command, and the plain blocks after it are what it prints. So the output in a page is real:
-`python -m tests.tutorials first` runs docs/tutorials/first.md, and writes what came into the page.
+A page is a list of steps. A block of Python that begins with "# name.py" is that file. A block of sh is a
+command, and the plain blocks after it are its output. So the output in a page is real: `python -m
+tests.tutorials first` runs docs/tutorials/first.md, and writes the real output into the page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _NUMBER = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b")
 _ON_OTHER_HOSTS = re.compile(r"^paceline: [Hh]ost \S+ (has waited|waits for) .*\n?", re.M)
 _ON_A_SLOW_RANK = re.compile(r"^paceline: the others waited for rank .*\n", re.M)
-# A warning of torch's agent, with its stack, where the agent that keeps the store happens to end first.
+# A warning of torch's agent, with its stack, if the agent that holds the store happens to end first.
 _OF_TORCHS_AGENT = re.compile(
     r"^(\[?W\d{4} .*|Exception raised from .*|frame #.*|<omitting python frames>)\n?", re.M
 )
@@ -35,9 +35,9 @@ class Step:
 
     Attributes:
         command: Its words.
-        files: What is written before, by name.
-        shown: What the page says that it prints: one text for each host.
-        spans: Where these texts are in the page.
+        files: The files to write before it, by name.
+        shown: Its output according to the page: one text for each host.
+        spans: The positions of these texts in the page.
     """
 
     command: list[str]
@@ -67,14 +67,14 @@ def steps(page: Path) -> list[Step]:
 
 
 def run(step: Step, folder: Path) -> list[str]:
-    """Run a command, on as many hosts as the page has; what each has printed."""
+    """Run a command, on as many hosts as the page has; return the output of each."""
     for name, text in step.files.items():
         (folder / name).write_text(text)
     port = _free_port()
     words = [word.replace("node0:29400", f"{own_address()}:{port}") for word in step.command]
     command = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PYTHONWARNINGS"] = "ignore"  # Paddle, when it is imported
+    environment["PYTHONWARNINGS"] = "ignore"  # printed by Paddle when it is imported
     jobs = []
     try:
         jobs.extend(
@@ -92,15 +92,15 @@ def run(step: Step, folder: Path) -> list[str]:
         return [job.communicate(timeout=_WITHIN_S)[0].replace(str(folder) + "/", "") for job in jobs]
     finally:
         for job in jobs:
-            job.terminate()  # which ends the ranks, too
+            job.terminate()  # ends the ranks, too
             job.communicate(timeout=_WITHIN_S)
 
 
 def words_of(output: str) -> Counter[str]:
     """The lines of an output without numbers and without their order, which differs from run to run.
 
-    Which rank was slow, whether any was, and whether the hosts met within 10 s, depends on what else the
-    machine does.
+    The slow rank, whether there was one, and whether the hosts connected within 10 s depend on the load of
+    the machine.
     """
     output = _ON_A_SLOW_RANK.sub("", output)
     output = _ON_OTHER_HOSTS.sub("", output)
@@ -110,10 +110,10 @@ def words_of(output: str) -> Counter[str]:
 
 
 def own_address() -> str:
-    """An address of this machine that is not its loopback, where it has one."""
+    """An address of this machine that is not its loopback, if it has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
-            asked.connect(("192.0.2.1", 9))  # nothing is sent
+            asked.connect(("192.0.2.1", 9))  # sends nothing
         except OSError:
             return "localhost"
         address: str = asked.getsockname()[0]
@@ -127,7 +127,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    """Write what their commands print into the pages that are named."""
+    """Write the output of their commands into the named pages."""
     for name in sys.argv[1:]:
         page = FOLDER / f"{name}.md"
         with tempfile.TemporaryDirectory() as folder:

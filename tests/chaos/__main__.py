@@ -1,6 +1,6 @@
 """The command line: python -m tests.chaos --faults 1000 --seed 0; --one 17 for one with all its output.
 
-A run that was interrupted goes on with --resume FILE; it says at its begin which file.
+Resume an interrupted run with --resume FILE; a run prints the name of its file at its start.
 """
 
 # ruff: noqa: E402  # the environment comes before whatever imports numpy
@@ -36,7 +36,7 @@ Run = Callable[[Iterable[Plan]], Iterator[Result]]
 
 
 def main() -> int:
-    """Exit status 1: there are findings."""
+    """Run the command line; the exit status is 1 if there are findings."""
     arguments = _arguments()
     if arguments.one is not None:
         return _one(arguments)
@@ -64,10 +64,10 @@ def main() -> int:
 
 
 def _journal(arguments: argparse.Namespace) -> Journal:
-    """That of a new run, or of one that was interrupted."""
+    """The journal of a new run, or of an interrupted one."""
     if arguments.resume is not None:
         journal = Journal(Path(arguments.resume))
-        print(f"Goes on with {journal.path}: {journal.asked}", flush=True)
+        print(f"Resumes {journal.path}: {journal.asked}", flush=True)
         for part in ("torch", "paddle", "launched"):
             for row in journal.rows(part):
                 _print_findings(row)
@@ -85,7 +85,7 @@ def _command(asked: argparse.Namespace) -> str:
 
 
 def _in_a_fork(plans: Sequence[Plan], framework: str, at_once: int, journal: Journal, part: str) -> list[Row]:
-    """Run trials in a child, which imports the framework: two of them in one process change each other."""
+    """Run trials in a child, which imports the framework: two frameworks in one process affect each other."""
     if {plan.seed for plan in plans} - {row.seed for row in journal.rows(part)}:
         pid = os.fork()
         if pid == 0:
@@ -93,7 +93,7 @@ def _in_a_fork(plans: Sequence[Plan], framework: str, at_once: int, journal: Jou
             try:
                 make = importlib.import_module(f"tests.chaos.{framework}_rank").make_trainer
                 gc.collect()
-                gc.freeze()  # what is collected in a fork is copied for it first
+                gc.freeze()  # a fork would copy the pages of garbage first
                 _judge_all(plans, lambda some: run_all(some, make, at_once), journal, part)
                 status = 0
             except BaseException:
@@ -108,7 +108,7 @@ def _in_a_fork(plans: Sequence[Plan], framework: str, at_once: int, journal: Jou
 
 
 def _judge_all(plans: Sequence[Plan], run: Run, journal: Journal, part: str) -> None:
-    """A row for each plan without one; where a busy machine is to blame, the trial is made again."""
+    """Make a row for each plan that has none; repeat a trial that a busy machine has made void."""
     is_ours = part != _TORCHS
     done = {row.seed for row in journal.rows(part)}
     plans = [plan for plan in plans if plan.seed not in done]
@@ -129,12 +129,12 @@ def _judge_all(plans: Sequence[Plan], run: Run, journal: Journal, part: str) -> 
 
 def _print_findings(row: Row) -> None:
     if row.verdict.wrong:
-        print(row.told, *row.verdict.wrong, sep="\n   ")
+        print(row.plan, *row.verdict.wrong, sep="\n   ")
         print(f"{row.details}\n", flush=True)
 
 
 def _one(arguments: argparse.Namespace) -> int:
-    """One fault, with how each rank ended."""
+    """Run one fault, and print how each rank ended."""
     plan = plan_of(arguments.one, arguments.framework, launched=arguments.launcher)
     if arguments.torchs:
         given = for_torch(plan)
@@ -147,7 +147,7 @@ def _one(arguments: argparse.Namespace) -> int:
         make = importlib.import_module(f"tests.chaos.{arguments.framework}_rank").make_trainer
         result = next(run_all([plan], make))
     row = Row.of(result)
-    print(row.told, *row.verdict.wrong, sep="\n   ")
+    print(row.plan, *row.verdict.wrong, sep="\n   ")
     print(details(result))
     if result.launcher is not None:
         print(f"the launcher ended with status {result.launcher[0]}")

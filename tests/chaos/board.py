@@ -1,7 +1,7 @@
-"""Memory in which the ranks of a trial tell how far they are, when a fault struck, and how they ended.
+"""Memory in which the ranks of a trial report their progress, the time of the fault, and how they ended.
 
-A mapped file and no pipe: a rank writes there with its descriptors closed, its limits at zero and in its last
-instant, and nobody waits for it. Imports the standard library only.
+It is a mapped file, not a pipe: a rank can write there with its descriptors closed, its limits at zero and in
+its last instant, and no process waits for it. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 _REPORT_BYTES = 1 << 20
-_HEAD = struct.Struct("qdqq")  # progress, when it was struck, length of the report, pid
+_HEAD = struct.Struct("qdqq")  # progress, time of the fault, length of the report, pid
 _SLOT_BYTES = 4096 + _REPORT_BYTES
 
 STARTED, FORMING, WRAPPING, STEP_0 = 1, 2, 3, 4
-"""Progress: what a rank has begun. STEP_0 + n: step n."""
+"""Progress: the stage that a rank has begun. STEP_0 + n: step n."""
 
 
 class Board:
     """One slot for each rank.
 
     Args:
-        file: Made if it is not there; sparse.
+        file: Created if it does not exist; sparse.
         world_size: Number of ranks.
     """
 
@@ -45,7 +45,7 @@ class Board:
         struct.pack_into("d", self._memory, rank * _SLOT_BYTES + 8, at_s)
 
     def struck_at_s(self, rank: int) -> float:
-        """By time.monotonic(), one clock for all processes; 0: it was not."""
+        """The time of the fault by time.monotonic(), one clock for all processes; 0: no fault yet."""
         return float(self._head(rank)[1])
 
     def note_pid(self, rank: int, pid: int) -> None:
@@ -55,7 +55,7 @@ class Board:
         return int(self._head(rank)[3])
 
     def write_report(self, rank: int, report: Any) -> None:
-        """How the rank ended. The length comes last: a report is there as a whole or not at all."""
+        """Write the end of the rank. The length comes last, so that a report is either complete or absent."""
         filed = pickle.dumps(report)
         assert len(filed) <= _REPORT_BYTES
         begin = rank * _SLOT_BYTES + 4096
@@ -63,7 +63,7 @@ class Board:
         struct.pack_into("q", self._memory, rank * _SLOT_BYTES + 16, len(filed))
 
     def report(self, rank: int) -> Any:
-        """None: the rank never got that far."""
+        """The report of a rank; None: the rank never got that far."""
         length = self._head(rank)[2]
         begin = rank * _SLOT_BYTES + 4096
         return pickle.loads(self._memory[begin : begin + length]) if length else None

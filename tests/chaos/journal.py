@@ -1,7 +1,7 @@
-"""The rows of a run in a file, each written as soon as its trial is over: what ends the run, ends no row.
+"""The rows of a run in a file, each written as soon as its trial is over, so that none is lost.
 
-One line of JSON for each: first what the run was asked for, then the rows. Whoever goes on with the file
-makes the trials that have no row yet.
+Each is one line of JSON: first the options of the run, then the rows. A resumed run makes only the trials
+that have no row yet.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Asked = Mapping[str, int]
 
 
 class Journal:
-    """The file of one run, which may be made in several goes.
+    """The file of one run, which may be made in several parts.
 
     Args:
         path: A file that `begin` has made.
 
     Attributes:
-        asked: What the run was asked for: its options that decide which trials there are.
+        asked: The options of the run that decide which trials it has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class Journal:
 
     @classmethod
     def begin(cls, path: Path, asked: Asked) -> Journal:
-        """Make the file; it must not be there."""
+        """Create the file; it must not exist."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(json.dumps({"asked": dict(asked)}) + "\n")
@@ -47,21 +47,21 @@ class Journal:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that the run has taken, in all its goes."""
+        """Seconds that the run has taken, over all its parts."""
         return self._spent_before_s + time.monotonic() - self._begun_s
 
     def add(self, part: str, row: Row) -> None:
-        """Write a row down. From any process.
+        """Write a row. Safe from any process.
 
         Args:
-            part: Of the run; a seed is there once.
+            part: The part of the run; it has each seed at most once.
         """
         line = json.dumps({"part": part, "spent_s": self.spent_s, "row": asdict(row)}) + "\n"
         with self.path.open("a", encoding="utf-8") as file:  # one write: lines of two processes stay whole
             file.write(line)
 
     def rows(self, part: str) -> list[Row]:
-        """Those of a part of the run, by seed."""
+        """The rows of a part of the run, by seed."""
         found = [_row(each["row"]) for each in self._lines()[1:] if each["part"] == part]
         return sorted(found, key=lambda row: row.seed)
 
@@ -76,7 +76,7 @@ def _row(plain: dict[str, Any]) -> Row:
 
 
 def _cut_partial_line(path: Path) -> None:
-    """What was being written when the machine, or the disk, gave up."""
+    """A line that was cut off when the machine or the disk failed"""
     text = path.read_bytes()
     if not text.endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])

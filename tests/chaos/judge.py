@@ -1,10 +1,10 @@
-"""What must hold of how the ranks of a trial ended. Pure; knows no framework.
+"""Judges how the ranks of a trial ended. Pure; independent of the framework.
 
-- No hang: every rank has ended by itself, but for one that a fault had stopped.
-- Nothing silent: a rank that came to its end has the weights of the reference. One that raised has those of
-  the reference after as many steps as it made; where the gradients go through memory, all survivors made as
-  many.
-- Every survivor names the rank that was struck, by a field of the error or in its text, and blames no other.
+- No hang: every rank has ended by itself, except a rank that a fault had stopped.
+- No silent error: a rank that finished has the weights of the reference. A rank that raised has those of the
+  reference after the same number of steps. If the gradients go through memory, all survivors made the same
+  number.
+- Every survivor names the struck rank, in a field of the error or in its text, and blames no other.
 - Nothing is left behind.
 """
 
@@ -22,21 +22,21 @@ from tests.chaos.reference import weights_after
 from tests.chaos.trial import Ended, Result
 
 _SLACK_S = 20.0
-"""For an error to come, or beyond the time-out if it comes of that: a bound for a busy machine."""
+"""The time for an error to arrive, after the time-out if it depends on that: generous, for a busy machine."""
 _TOLERANCE = 2e-4
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a trial.
+    """The judgement of a trial.
 
     Attributes:
-        wrong: Findings, in words; empty: all is as it must be.
-        outcome: What came of it, in words.
+        wrong: Findings, in words; empty: no fault was found.
+        outcome: The result, in words.
         survivors: How many ranks outlived the fault and raised.
         named: How many of those named the rank that was struck.
-        seconds: From the fault to each survivor's exception; empty where nobody knows when it struck.
-        is_void: An innocent rank was late, on a busy machine: the trial says nothing and must be repeated.
+        seconds: From the fault to each survivor's exception; empty if the time of the fault is unknown.
+        is_void: An innocent rank was late, on a busy machine: the trial is void and must be repeated.
     """
 
     wrong: tuple[str, ...]
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def judge(result: Result) -> Verdict:
-    """Judge a trial of ours."""
+    """Judge a trial of Paceline."""
     plan = result.plan
     if was_early(result):
         return Verdict((), "an innocent rank was late", is_void=True)
@@ -60,36 +60,36 @@ def judge(result: Result) -> Verdict:
         if ended.status in (70, 71)
     ]
     if not result.was_struck:
-        # Who is killed after its end has come to its end.
+        # A rank that was killed after its end has finished.
         wrong += _judge_fine(result, [rank for rank in range(plan.job.world_size) if rank != plan.fault.rank])
         return Verdict(tuple(wrong), "did not strike")
     expected = plan.expected
-    everybody = range(plan.job.world_size)
-    others = [rank for rank in everybody if rank not in plan.fault.struck]
+    all_ranks = range(plan.job.world_size)
+    others = [rank for rank in all_ranks if rank not in plan.fault.struck]
     if expected is Expected.FINE:
         outcome = "trained on"
-        wrong += _judge_fine(result, everybody)
+        wrong += _judge_fine(result, all_ranks)
     elif _may_be_too_late(result) and all(_report(result.ranks[rank]).how == "done" for rank in others):
-        outcome = "nobody needed it any more"
+        outcome = "no rank needed it any more"
         wrong += _judge_fine(result, others)
     elif expected is Expected.EVEN:
         outcome = "trained on"
-        wrong += [f"rank {rank} raised" for rank in everybody if _report(result.ranks[rank]).how != "done"]
+        wrong += [f"rank {rank} raised" for rank in all_ranks if _report(result.ranks[rank]).how != "done"]
         wrong += _judge_equal([_report(ended) for ended in result.ranks])
-    elif expected is Expected.TOLD:
+    elif expected is Expected.RAISED:
         outcome = "all raised"
-        wrong += _judge_told(result, others)
+        wrong += _judge_all_raised(result, others)
     elif expected is Expected.EITHER:
         is_fine = all(_report(ended).how == "done" for ended in result.ranks)
         outcome = "trained on" if is_fine else "all raised"
-        wrong += _judge_fine(result, everybody) if is_fine else _judge_told(result, others)
+        wrong += _judge_fine(result, all_ranks) if is_fine else _judge_all_raised(result, others)
     elif expected is Expected.WARNED:
         outcome = "warned"
-        wrong += [f"rank {rank} was not warned" for rank in everybody if not _is_warned(result.ranks[rank])]
+        wrong += [f"rank {rank} was not warned" for rank in all_ranks if not _is_warned(result.ranks[rank])]
     elif expected is Expected.HELD:
         outcome = "trained on, and was stopped"
         wrong += _judge_equal([_report(ended) for ended in result.ranks])
-        wrong += [f"rank {rank} raised" for rank in everybody if _report(result.ranks[rank]).how != "done"]
+        wrong += [f"rank {rank} raised" for rank in all_ranks if _report(result.ranks[rank]).how != "done"]
     elif expected is Expected.ENDED:
         outcome = "all ended"  # no rank is to blame
     elif expected is Expected.LATER:
@@ -104,7 +104,7 @@ def judge(result: Result) -> Verdict:
         others = []
     raised = [_report(result.ranks[rank]) for rank in others if _report(result.ranks[rank]).how == "raised"]
     named = sum(names(report, plan.fault.struck) for report in raised)
-    # A rank that is still in torch's own init_process_group() hears of the death there, in torch's words.
+    # A rank that is still in torch's own init_process_group() raises torch's own error about the death.
     owed = [report for report in raised if report.is_ours or not plan.is_while_wrapping_over_others]
     silent = sum(not names(report, plan.fault.struck) for report in owed)
     if silent and plan.must_name:
@@ -116,20 +116,20 @@ def judge(result: Result) -> Verdict:
     seconds = tuple(report.at_s - result.struck_s for report in raised) if result.struck_s else ()
     bound_s = _SLACK_S + (plan.timeout_s if plan.is_late else 0.0)
     if expected is not Expected.LATER and any(each > bound_s for each in seconds):
-        wrong.append(f"told after {max(seconds):.1f} s")
+        wrong.append(f"raised after {max(seconds):.1f} s")
     return Verdict(tuple(wrong), outcome, len(raised), named, seconds)
 
 
 def _may_be_too_late(result: Result) -> bool:
-    """A moment that nobody chose may come after the others have got all that they need of the rank."""
+    """A fault at a random moment may strike when the other ranks need nothing more from this one."""
     is_chance = result.plan.fault.place.startswith(("outside", "core"))
-    # A process under a launcher may be done by the time at which the signal comes.
+    # A process under a launcher may have finished when the signal arrives.
     is_done = all(_report(result.ranks[rank]).how == "done" for rank in result.plan.fault.struck)
-    return result.plan.expected is Expected.TOLD and (result.was_last or is_done) and is_chance
+    return result.plan.expected is Expected.RAISED and (result.was_last or is_done) and is_chance
 
 
 def was_early(result: Result) -> bool:
-    """Somebody gave up on a rank before anybody was struck: it got no core for as long as the time-out."""
+    """True if a rank gave up on another one before the fault struck: a busy machine gave that one no core."""
     reports = [_report(ended) for ended in result.ranks]
     if not result.was_struck and result.plan.timeout_s < PATIENT_S:
         late = ("gave up", "did not arrive", "did not come")
@@ -149,17 +149,17 @@ def was_early(result: Result) -> bool:
 
 
 def names(report: Report, struck: Sequence[int]) -> bool:
-    """Whether an error names one of these ranks."""
+    """True if an error names one of these ranks."""
     if set(report.ranks) & set(struck):
         return True
     text = report.text
-    # Where no majority shows who is right, `ranks` are one side, and the text says what each did.
+    # If no majority shows which side is right, `ranks` are one side, and the text lists what each did.
     if report.ranks and report.kind != "ReplicasDifferError":
-        # Of one that raised first, because of the same: it is quoted.
+        # The quoted error of a rank that raised first, for the same cause.
         _, found_quote, text = text.partition("Error: ")
         if not found_quote:
             return False
-    # Its own rank stands first, as in "Rank 0 of 3 lost ...": that names nobody else.
+    # The rank's own number stands first, as in "Rank 0 of 3 lost ...": that does not blame a rank.
     own = re.match(r"[Rr]ank (\d+) of \d+ (could|gave up|lost)", text)
     if own:
         text = text[own.end() :]
@@ -182,12 +182,12 @@ def _judge_fine(result: Result, ranks: Sequence[int]) -> list[str]:
     return wrong + _judge_equal([_report(result.ranks[rank]) for rank in ranks])
 
 
-def _judge_told(result: Result, others: Sequence[int]) -> list[str]:
+def _judge_all_raised(result: Result, others: Sequence[int]) -> list[str]:
     wrong = _judge_raised(result, others)
     for rank in result.plan.fault.struck:
         if _report(result.ranks[rank]).how == "done":
             wrong.append(f"rank {rank}, which was struck, ended well")
-    if result.plan.expected is Expected.TOLD and result.plan.fault.kind.name in (
+    if result.plan.expected is Expected.RAISED and result.plan.fault.kind.name in (
         "step skipped",
         "step too many",
     ):
@@ -203,7 +203,7 @@ def _judge_told(result: Result, others: Sequence[int]) -> list[str]:
 
 
 def _judge_launcher(result: Result) -> list[str]:
-    """Its status says how the job ended; ours also says which rank was first to fail."""
+    """The launcher's status must show how the job ended; Paceline's also names the first rank to fail."""
     if result.launcher is None:
         return []
     status, printed = result.launcher
@@ -220,7 +220,7 @@ def _judge_launcher(result: Result) -> list[str]:
     wrong = [] if status else ["the launcher ended well"]
     is_ours = result.plan.job.launcher.startswith("paceline")
     named = any(re.search(rf"[Rr]ank {rank} of", printed) for rank in result.plan.fault.struck)
-    if is_ours and result.plan.expected is Expected.TOLD and not named:
+    if is_ours and result.plan.expected is Expected.RAISED and not named:
         wrong.append("the launcher does not name the rank that was struck")
     return wrong
 
@@ -233,7 +233,7 @@ def _judge_raised(result: Result, ranks: Sequence[int]) -> list[str]:
         if report.how == "done":
             wrong.append(f"rank {rank} ended well")
         elif report.how != "raised":
-            # torchrun ends the others as soon as one has failed, most often before they can say why.
+            # torchrun ends the others as soon as one has failed, most often before they can print an error.
             if ended.how != "hung" and result.plan.job.launcher != "torchrun":
                 wrong.append(f"rank {rank} ended without a word, status {ended.status}")
         elif not report.is_ours and result.plan.must_name and not is_forming:
@@ -242,7 +242,7 @@ def _judge_raised(result: Result, ranks: Sequence[int]) -> list[str]:
 
 
 def _judge_equal(reports: Sequence[Report]) -> list[str]:
-    """All who ended well have the same bits."""
+    """All ranks that ended well must have the same bits."""
     done = [report.weights for report in reports if report.how == "done"]
     for other in done[1:]:
         if not all(np.array_equal(one, two) for one, two in zip(done[0], other, strict=True)):
@@ -266,7 +266,7 @@ def _is_warned(ended: Ended) -> bool:
 
 
 def _may_blame(plan: Plan) -> bool:
-    """Where no majority shows who is right, two sides are named."""
+    """If no majority shows which side is right, both sides are named."""
     return plan.fault.kind.name in ("step skipped", "step too many") and plan.job.world_size % 2 == 0
 
 
@@ -275,7 +275,7 @@ def _report(ended: Ended) -> Report:
 
 
 def is_silent(result: Result) -> bool:
-    """A job all of whose ranks came to their end, although their weights are not what they ought to be."""
+    """True if all ranks of a job finished although their weights are wrong."""
     if not result.was_struck or any(_report(ended).how != "done" or ended.status for ended in result.ranks):
         return False
     reports = [_report(ended) for ended in result.ranks]

@@ -1,7 +1,7 @@
-"""Trials under a launcher: paceline run, paceline.spawn or torchrun, with interpreters of their own.
+"""Trials under a launcher: paceline run, paceline.spawn or torchrun, with new interpreters.
 
-The same plans, program and judge as of forked ranks; what is different is who starts the ranks, and that the
-launcher itself can be struck. Each takes seconds, for importing the framework, so there are few.
+They use the same plans, program and judge as forked ranks. The differences: the launcher starts the ranks,
+and it can itself be struck. Each trial takes seconds, for importing the framework, so there are few.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.harness.leftovers import left_in_folder, shm_names
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("launched_rank.py")
-_DEADLINE_S = 240.0  # of which nearly all is importing, on a machine that does other things
+_DEADLINE_S = 240.0  # nearly all of it for imports, on a busy machine
 _PATIENCE_S = 10.0
-"""How long after the launcher's end something may still be about to end."""
+"""The time after the launcher's end in which its processes may still be ending."""
 _PAUSE_S = 0.3
 _MARK = "CHAOS_TRIAL"
 _UNREAD = "standard output has not been read"
@@ -40,7 +40,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 
 
 def run_launched(plans: Iterable[Plan]) -> Iterator[Result]:
-    """Run one after the other."""
+    """Run trials one after the other."""
     for plan in plans:
         yield _run(plan)
 
@@ -89,7 +89,7 @@ def _run(plan: Plan) -> Result:
 
 @contextlib.contextmanager
 def _stdout(plan: Plan, output: IO[bytes]) -> Iterator[tuple[IO[bytes], int]]:
-    """The launcher's standard output, and the end of it that is to be read; -1: that is not ours to do."""
+    """The launcher's standard output, and the end of it that the test reads; -1: the test reads none."""
     family, name = plan.fault.kind.family, plan.fault.kind.name
     if family == "full pipe":
         reader, writer = os.pipe()
@@ -147,9 +147,9 @@ def _watch(
     said: Path,
     reader: int,
 ) -> bool:
-    """Strike when it is time, until the launcher has ended; whether it had to be killed.
+    """Strike when the fault is due, until the launcher has ended; return whether it had to be killed.
 
-    Where it has said that `reader` is to be read: read, or end the job once its ranks have ended.
+    If the launcher has a `reader`: read it, or end the job once its ranks have ended.
     """
     outside, fault = Outside(plan.fault), plan.fault
     is_reading = False

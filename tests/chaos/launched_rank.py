@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def train(_: int, folder: str) -> None:
-    """One rank's program, in an interpreter of its own: how that ends is part of the trial."""
+    """One rank's program, in a new interpreter: how that ends is part of the trial."""
     from tests.chaos.board import Board
     from tests.chaos.strikes import Striker
 
@@ -22,7 +22,7 @@ def train(_: int, folder: str) -> None:
     board = Board(Path(folder) / "board", plan.job.world_size)
     board.note_pid(rank, os.getpid())
     striker = Striker(plan.fault, rank, board)
-    print(f"rank {rank} begins", flush=True)  # so that a full disk behind the output is met
+    print(f"rank {rank} begins", flush=True)  # so that the rank notices a full disk behind its output
     striker.at("import")
     from tests.chaos.rank import run_rank
     from tests.chaos.torch_rank import destroy, make_trainer
@@ -35,7 +35,7 @@ def train(_: int, folder: str) -> None:
 
 @contextlib.contextmanager
 def _output_of_spawn(folder: Path) -> Iterator[None]:
-    """Where what ranks print goes: perhaps to a stream of the program's own, whose disk is full."""
+    """The destination of the ranks' output: perhaps a stream of the program's own, whose disk is full."""
     plan = pickle.loads((folder / "plan").read_bytes())
     if plan.fault.kind.name != "full disk: stream":
         yield

@@ -1,4 +1,4 @@
-"""Paddle's side of a rank: the model, and who averages its gradients."""
+"""Paddle's side of a rank: the model, and its wrapper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.several_hosts import be_on_host
 
 
 class Model(nn.Layer):
-    """Three layers with tanh between them, of which one rank's may be another."""
+    """Three layers with tanh between them; one rank's model may differ."""
 
     def __init__(self, width: int, striker: Striker) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Layer):
 
 
 class PaddleTrainer(Trainer):
-    """Trains with Paceline in one of its ways."""
+    """Trains with one variant of Paceline."""
 
     def __init__(self, plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> None:
         warnings.simplefilter("default")
@@ -73,7 +73,7 @@ class PaddleTrainer(Trainer):
         else:
             world_size = self.plan.job.world_size
             Groups(self.rank, world_size, self.job, self.folder).paddle()
-            # Paddle waits for ever for a rank that dies while others still form the group.
+            # Paddle waits forever for a rank that dies while others still form the group.
             (self.folder / f"formed-{self.rank}").touch()
             while not all((self.folder / f"formed-{rank}").exists() for rank in range(world_size)):
                 time.sleep(0.005)
@@ -130,5 +130,5 @@ class PaddleTrainer(Trainer):
 
 
 def make_trainer(plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> PaddleTrainer:
-    """What `rank.py` runs."""
+    """The trainer that `rank.py` runs."""
     return PaddleTrainer(plan, rank, job, folder, striker)

@@ -1,4 +1,4 @@
-"""One rank's program: form, wrap, train, and tell on the board how it ended. Knows no framework.
+"""One rank's program: form, wrap, train, and report its end on the board. Independent of the framework.
 
 A rank that is a fork ends as an interpreter ends: hooks for the exception, then what was registered for the
 exit, then the status. It can't end its interpreter, which is a copy of the driver's.
@@ -27,22 +27,23 @@ from tests.chaos.strikes import Striker
 
 Array = np.ndarray[Any, Any]
 
-FORMING_S = 60.0  # imports on a busy machine take their time
-_LOADING_S = 0.001  # as for a batch; so a fault from outside finds the job still under way
+FORMING_S = 60.0  # imports are slow on a busy machine
+_LOADING_S = 0.001  # like loading a batch; so a fault from outside finds the job still under way
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank's program ended, told by the rank itself.
+    """The end of a rank's program, as the rank itself reports it.
 
     Attributes:
         how: "done", "raised" or "left" (SystemExit).
         at_s: When, by time.monotonic().
         kind, text: Of the exception.
         is_ours: It is a PacelineError.
-        ranks: Whom it blames: its fields `lost`, `late`, `missing` or `ranks`.
-        steps: That this rank has applied; for the others' backward passes, too, once it has no data.
-        weights: Now.
+        ranks: The blamed ranks: its fields `lost`, `late`, `missing` or `ranks`.
+        steps: The number of optimizer steps of this rank, including those for the other ranks' backwards
+            after its data has ended.
+        weights: The weights at the end.
     """
 
     how: str
@@ -59,11 +60,11 @@ class Trainer(ABC):
     """A framework's side of the program.
 
     Args:
-        plan: Of the trial.
-        rank: This one.
-        job: A name that the ranks of the trial have in common.
-        folder: A folder that they have in common.
-        striker: Of this rank.
+        plan: The plan of the trial.
+        rank: This rank.
+        job: A name that the ranks of the trial share.
+        folder: A folder that they share.
+        striker: The striker of this rank.
 
     Attributes:
         wrapped: The model, once `wrap` has wrapped it.
@@ -89,15 +90,15 @@ class Trainer(ABC):
 
     @abstractmethod
     def forward(self, step: int, micro: int) -> Any:
-        """A loss."""
+        """Compute a loss."""
 
     @abstractmethod
     def step(self) -> None:
-        """The optimizer's."""
+        """Make the optimizer's step."""
 
     @abstractmethod
     def evaluate(self, step: int) -> None:
-        """A forward of this rank alone, in evaluation mode."""
+        """Make a forward of this rank alone, in evaluation mode."""
 
     @abstractmethod
     def save(self, path: Path, strike: Callable[[], None]) -> None:
@@ -105,7 +106,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def weights(self) -> list[Array]:
-        """As those of the reference."""
+        """The weights, in the order of the reference."""
 
     def group_in_memory(self) -> Any:
         """The group of a job that forms one itself: within the deadline, if a rank is struck at the start."""
@@ -121,25 +122,25 @@ class Trainer(ABC):
         )
 
     def batches(self, count: int, step: Any) -> Iterable[int]:
-        """The numbers of this rank's batches; at their end, whatever the style does there."""
+        """The numbers of this rank's batches; then the style's treatment of ranks that have finished."""
         batches: Iterable[int] = range(count)
         if self.plan.job.style == "finished":
             batches = self.wrapped.iterate(batches, step)
         return batches
 
     def whole(self) -> contextlib.AbstractContextManager[object]:
-        """Around the loop."""
+        """The context around the loop."""
         if self.plan.job.style == "join":
             joined: contextlib.AbstractContextManager[object] = self.wrapped.join()
             return joined
         return contextlib.nullcontext()
 
     def backward(self, loss: Any) -> None:
-        """The loss's."""
+        """Make the backward of a loss."""
         loss.backward()
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        """The wrapper's."""
+        """The wrapper's no_sync()."""
         context: contextlib.AbstractContextManager[object] = self.wrapped.no_sync()
         return context
 
@@ -203,7 +204,7 @@ class Program:
 
 
 def run_rank(plan: Plan, rank: int, board: Board, trainer: Trainer, striker: Striker) -> None:
-    """Run the program and tell how it ended; raises what the program raised."""
+    """Run the program and report its end on the board; raises any exception of the program again."""
     program = Program(plan, rank, board, trainer, striker)
     how, error = "done", None
     try:
@@ -223,7 +224,7 @@ def run_rank(plan: Plan, rank: int, board: Board, trainer: Trainer, striker: Str
 
 def end_fork(plan: Plan, rank: int, board: Board, trainer: Trainer, striker: Striker) -> None:
     """`run_rank` in a fork of the driver. Does not return."""
-    status = 70  # of nobody else: something is wrong with the driver
+    status = 70  # a status that no program has: the driver failed
     try:
         try:
             run_rank(plan, rank, board, trainer, striker)

@@ -1,6 +1,6 @@
-"""The weights after every step, from numpy in float64, in one process: it shares no code with what it judges.
+"""The weights after every step, from numpy in float64, in one process, without the code under test.
 
-Also the batches and first weights of the jobs, of which both sides begin.
+Also the batches and first weights of the jobs, which both sides use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
 
 def first_weights(width: int) -> list[Array]:
-    """Of three layers: matrix (inputs, outputs) and bias of each, float32."""
+    """Three layers: a matrix (inputs, outputs) and a bias each, float32."""
     random = np.random.default_rng(7)
     sizes = (INPUTS, width, width, OUTPUTS)
     weights = []
@@ -46,7 +46,7 @@ def weights_after(job: Job) -> list[list[Array]]:
     for step in range(STEPS):
         mean = [np.zeros_like(each) for each in weights]
         active = [rank for rank in range(job.world_size) if step < job.steps_of(rank)]
-        # torch's Join divides by the number of ranks that there were at first.
+        # torch's Join divides by the initial number of ranks.
         share = 1 / (job.world_size if job.style == "join" else len(active))
         for rank in active:
             for micro in range(job.micro_batches):
@@ -61,7 +61,7 @@ def weights_after(job: Job) -> list[list[Array]]:
 
 
 def _gradients(weights: list[Array], inputs: Array, targets: Array) -> list[Array]:
-    """Of the mean over all elements of (output - target)^2; tanh between the layers."""
+    """The gradients of the mean over all elements of (output - target)^2; tanh between the layers."""
     seen = [inputs.astype(np.float64)]
     for layer in range(3):
         out = seen[-1] @ weights[2 * layer] + weights[2 * layer + 1]

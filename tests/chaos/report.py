@@ -29,10 +29,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One trial, as far as the table needs it."""
+    """The columns of one trial that the table needs."""
 
     seed: int
-    told: str
+    plan: str
     family: str
     way: str
     asks_for_name: bool
@@ -61,7 +61,7 @@ class Row:
 
 
 def details(result: Result) -> str:
-    """How each rank of a trial ended, for a reader."""
+    """The end of each rank of a trial, for a reader."""
     parts = []
     for number, ended in enumerate(result.ranks):
         parts.append(f"--- rank {number}: status {ended.status} {ended.how}")
@@ -75,7 +75,7 @@ def details(result: Result) -> str:
 
 
 def report_of(ours: Sequence[Row], torchs: Sequence[Row], command: str, spent_s: float) -> Report:
-    """The table and what a reader must know of it."""
+    """The table and its notes."""
     rows = []
     for family in dict.fromkeys(row.family for row in ours):
         mine = [row for row in _struck(ours) if row.family == family]
@@ -103,28 +103,28 @@ def _notes(ours: Sequence[Row], torchs: Sequence[Row], spent_s: float) -> list[s
         f"{len(ours)} trials took {spent_s:.0f} s. In {len(ours) - len(struck)} of them the job was over "
         f"before the fault struck, or ({repeated}) an innocent rank got no core for as long as the time-out. "
         f"Findings: {findings}. A finding is a hang, wrong weights, an error that is missing or names "
-        "nobody or another rank, or something left behind.",
+        "no rank or another rank, or something left behind.",
         "named: survivors' errors that name the rank that was struck. Times: from the fault to a survivor's "
         "exception; where a rank stops, the time-out of 2 s (torch: 4 s) is part of it. A skipped iteration "
-        "is told at the end of the job.",
+        "is reported at the end of the job.",
     ]
-    notes.append(f"All survivors: {_told(struck)}")
+    notes.append(f"All survivors: {_summary(struck)}")
     if torchs:
         struck = _struck(torchs)
         silent = sum(row.is_silent for row in struck)
         notes.append(
             f"torch's DDP over Gloo, given {len(struck)} of the same faults: {silent} jobs ended well, "
-            f"although the replicas differ or hold a wrong model (silent). {_told(struck)}"
+            f"although the replicas differ or hold a wrong model (silent). {_summary(struck)}"
         )
     return notes
 
 
-def _told(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Row]) -> str:
     named, survivors = _named(rows)
     times = [each for row in rows if not row.is_late for each in row.verdict.seconds]
     return (
         f"{named} of {survivors} survivors' errors name the rank; median / p99 / max {_times(times)}, "
-        "without faults that only a time-out or the end of the job tells."
+        "without faults that only a time-out or the end of the job shows."
     )
 
 
@@ -134,14 +134,15 @@ def _struck(rows: Sequence[Row]) -> list[Row]:
 
 def _ours(rows: Sequence[Row]) -> list[str]:
     outcomes = Counter(row.verdict.outcome for row in rows)
-    told = ", ".join(
+    text = ", ".join(
         outcome if count == len(rows) else f"{outcome} ({count})" for outcome, count in outcomes.most_common()
     )
     named, survivors = _named(rows)
     seconds = [each for row in rows for each in row.verdict.seconds]
     findings = sum(bool(row.verdict.wrong) for row in rows)
     shares = f"{named}/{survivors}" if survivors else "-"
-    return [told, str(len(rows)), str(findings or "-"), shares, _times(seconds)]
+
+    return [text, str(len(rows)), str(findings or "-"), shares, _times(seconds)]
 
 
 def _torchs(rows: Sequence[Row]) -> list[str]:
@@ -150,8 +151,8 @@ def _torchs(rows: Sequence[Row]) -> list[str]:
     named, survivors = _named(rows)
     silent = sum(row.is_silent for row in rows)
     times = [each for row in rows for each in row.verdict.seconds]
-    told = f"{_ms(statistics.median(times))} / {_ms(max(times))}" if times else "-"
-    return [str(len(rows)), str(silent or "-"), f"{named}/{survivors}" if survivors else "-", told]
+    times_text = f"{_ms(statistics.median(times))} / {_ms(max(times))}" if times else "-"
+    return [str(len(rows)), str(silent or "-"), f"{named}/{survivors}" if survivors else "-", times_text]
 
 
 def _named(rows: Iterable[Row]) -> tuple[int, int]:

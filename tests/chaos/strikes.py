@@ -1,11 +1,11 @@
-"""What a fault does inside of the rank that it strikes.
+"""The faults that a rank causes in itself.
 
 Places: "import", before a framework is imported; "start", before the group is formed; "wrapping", before the
 model is wrapped; those of a step ("before forward", "in forward", "in backward", "after backward", "in the
 step", "after the step", "in evaluation", "in the checkpoint"); "destroy", before the process group is
 destroyed; "exit", when the interpreter ends; "core POINT N", at the Nth passage of a labelled point of the
-core in that step or later (cpp/core/faults.h). A fault of the place "outside" or "outside wrapping" is the
-driver's: a signal at a moment that nobody chose.
+core in that step or later (cpp/core/faults.h). Faults of the places "outside" and "outside wrapping" come
+from the driver: a signal at a random moment.
 
 Imports nothing of a framework.
 """
@@ -32,16 +32,16 @@ _UNTIL_STRUCK_S = 600.0
 
 
 class InjectedError(Exception):
-    """What a fault of the kind "exception" raises."""
+    """The exception of a fault of the kind "exception"."""
 
 
 class Striker:
     """The faults of one rank.
 
     Args:
-        fault: Of the trial, whichever rank it strikes.
-        rank: This one.
-        board: Where it notes that it was struck.
+        fault: The fault of the trial, whichever rank it strikes.
+        rank: This rank.
+        board: The board on which it notes that it was struck.
     """
 
     def __init__(self, fault: Fault, rank: int, board: Board) -> None:
@@ -54,7 +54,7 @@ class Striker:
             self._install_handlers()
 
     def at(self, place: str, step: int = -1) -> None:
-        """The rank has come to this place: strike, if it is the one."""
+        """The rank has reached this place: strike, if the fault is due here."""
         if not self._is_mine or self._has_struck:
             return
         fault = self._fault
@@ -70,19 +70,19 @@ class Striker:
             self._strike()
 
     def changes(self, name: str, step: int) -> bool:
-        """Whether this rank's program is changed in this way in this step."""
+        """True if the fault changes this rank's program in this way in this step."""
         if self._is_mine and self._fault.kind.name == name and self._fault.step == step:
             self._note()
             return True
         return False
 
     def model_change(self) -> str:
-        """How this rank's model is another; empty: it is not."""
+        """The difference of this rank's model; empty: none."""
         name = self._fault.kind.name
         return name.removeprefix("model: ") if self._is_mine and name.startswith("model: ") else ""
 
     def note_wrapping(self) -> None:
-        """A model that is another strikes when it is wrapped."""
+        """A different model strikes when it is wrapped."""
         if self.model_change():
             self._note()
 
@@ -123,7 +123,7 @@ class Striker:
 
 
 def signal_of(fault: Fault) -> signal.Signals:
-    """Which signal a fault sends, from inside or from outside."""
+    """The signal that a fault sends, from inside or from outside."""
     name = fault.kind.name
     if name in ("handler raises", "handler exits"):
         return signal.SIGUSR1
@@ -135,7 +135,7 @@ def _raise(*_: object) -> None:
 
 
 def _write_much() -> None:
-    """More than the pipes between this rank and the launcher's reader, and the launcher, hold."""
+    """More than the launcher and the pipes between this rank and the launcher's reader hold."""
     for _ in range(2000):
         print("x" * 200)
     sys.stdout.flush()
@@ -147,7 +147,7 @@ def _stick() -> None:
 
 
 def _die_beside_a_child() -> None:
-    """Of a child that was forked, as of a data loader, and that lives a while longer."""
+    """Fork a child, as a data loader does, which lives a while longer."""
     if os.fork() == 0:
         time.sleep(_CHILD_LIVES_S)
         os._exit(0)
@@ -155,7 +155,7 @@ def _die_beside_a_child() -> None:
 
 
 def _start_timer() -> None:
-    """As a profiler does: a signal every millisecond of this process's time, from now on."""
+    """Like a profiler: a signal every millisecond of this process's time, from now on."""
     signal.signal(signal.SIGPROF, lambda *_: None)
     signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
 
@@ -191,7 +191,7 @@ _STRIKES: dict[str, Callable[[], object]] = {
 
 
 def _limit(what: str, amount: float) -> None:
-    """Set a limit of this process between what it has and a little more."""
+    """Set a limit of this process between its present use and a little more."""
     if what == "descriptors":
         highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
         _set(resource.RLIMIT_NOFILE, highest + int(6 * amount))

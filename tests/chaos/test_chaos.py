@@ -1,4 +1,4 @@
-"""A fixed part of the random faults, and the judge itself. `make chaos` runs more."""
+"""A fixed part of the random faults, and tests of the judge. `make chaos` runs more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEADLINE_S = 500
 
 
 def chaos(*arguments: str, framework: str = "torch") -> tuple[int, str]:
-    """Run the driver; its status and what it printed."""
+    """Run the driver; return its status and output."""
     python = warm_python(framework)
     return run_module("tests.chaos", *arguments, deadline_s=_DEADLINE_S, python=python)
 
@@ -70,26 +70,26 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     assert len(Journal(rows).rows("torch")) < 12
     status, output = chaos("--resume", str(rows))
     assert status == 0, output
-    assert rows.read_bytes().startswith(before)  # what there was, was not made again
+    assert rows.read_bytes().startswith(before)  # existing rows were not made again
     assert [row.seed for row in Journal(rows).rows("torch")] == list(range(12))
     assert "random faults in training jobs" in output
 
 
 def test_a_row_outlives_the_file_it_was_written_to(tmp_path):
     journal = Journal.begin(tmp_path / "rows", {"seed": 3})
-    told = Row.of(result("SIGKILL", _LOST, _KILLED, _LOST))
+    row = Row.of(result("SIGKILL", _LOST, _KILLED, _LOST))
     wrong = Row.of(result("slow", _DONE, _DONE, _DONE, left=("process 7",)))
-    journal.add("torch", told)
+    journal.add("torch", row)
     journal.add("paddle", wrong)
     with journal.path.open("a") as file:
         file.write('{"part": "torch", "row": {"se')  # the machine went down
     again = Journal(journal.path)
     assert again.asked == {"seed": 3}
-    assert again.rows("torch") == [told]
+    assert again.rows("torch") == [row]
     assert again.rows("paddle") == [wrong]
     assert again.rows("launched") == []
     assert again.spent_s > 0
-    again.add("torch", replace(told, seed=1))
+    again.add("torch", replace(row, seed=1))
     assert [row.seed for row in Journal(journal.path).rows("torch")] == [0, 1]
     with pytest.raises(FileExistsError):
         Journal.begin(journal.path, {})
@@ -116,7 +116,7 @@ def test_trials_with_a_row_are_not_made_again(tmp_path):
 
 
 def test_a_fault_under_a_launcher():
-    # A launcher that is struck must be the one process that a user has, so its Python is.
+    # A launcher that is struck must be a single process, as it is for a user, so its Python is a real one.
     status, output = run_module("tests.chaos", "--one", "7", "--launcher", deadline_s=_DEADLINE_S)
     assert status == 0, output
 
@@ -132,7 +132,7 @@ def test_every_kind_is_chosen_and_strikes_another_rank_each_time():
 
 
 def test_what_is_given_to_torch_can_strike_there():
-    """From outside only what is a signal; nothing at a point of our core."""
+    """From outside only signals strike; and no fault strikes at a point of our core."""
     given = [plan for seed in range(3000) if (plan := for_torch(plan_of(seed))) is not None]
     assert len(given) > 500
     for plan in given:
@@ -141,7 +141,8 @@ def test_what_is_given_to_torch_can_strike_there():
 
 
 def test_the_reference_computes_gradients():
-    """Of one step, against differences of the loss: sum over ranks of the mean squared error."""
+    """The gradient of one step, against differences of the loss: the sum over ranks of the mean squared
+    error."""
     from tests.chaos.reference import _gradients, batch
 
     weights = [each.astype(np.float64) for each in first_weights(16)]
@@ -170,19 +171,19 @@ _KILLED = Ended(-signal.SIGKILL, None)
 
 
 def result(kind: str, *ranks: Ended, left: tuple[str, ...] = (), was_struck: bool = True) -> Result:
-    """Rank 1 of three was struck at 5 s."""
+    """The result of a trial in which rank 1 of three was struck at 5 s."""
     found = next(each for each in KINDS if each.name == kind)
     plan = Plan(0, _JOB, Fault(found, 1, 3, "in forward", 0.5))
     return Result(plan, ranks, 5.0, was_struck, False, left, 1.0)
 
 
-def said(*told: str, **of_report: object) -> Ended:
-    """A survivor's end that differs in this."""
+def said(**of_report: object) -> Ended:
+    """A survivor's end with these differences."""
     assert _LOST.report is not None
     return replace(_LOST, report=replace(_LOST.report, **of_report))
 
 
-def test_a_death_that_all_tell_is_right():
+def test_a_death_that_all_survivors_report_is_right():
     verdict = judge(result("SIGKILL", _LOST, _KILLED, _LOST))
     assert not verdict.wrong
     assert (verdict.named, verdict.survivors) == (2, 2)
@@ -200,17 +201,17 @@ def test_a_death_that_all_tell_is_right():
         ((_LOST, _KILLED, said(is_ours=False)), "not of ours"),
         ((_LOST, _KILLED, said(weights=_LAST)), "rank 2 has other weights than the reference after 3"),
         ((_LOST, _KILLED, said(steps=4, weights=_LAST)), "good backward passes"),
-        ((_LOST, _KILLED, said(at_s=60.0)), "told after 55.0 s"),
+        ((_LOST, _KILLED, said(at_s=60.0)), "raised after 55.0 s"),
         ((_LOST, _DONE, _LOST), "rank 1, which was struck, ended well"),
     ],
 )
-def test_a_death_that_is_not_told_is_found(ranks, found):
+def test_a_death_that_a_survivor_does_not_report_is_found(ranks, found):
     wrong = judge(result("SIGKILL", *ranks)).wrong
     assert any(found in each for each in wrong), wrong
 
 
 def test_a_signal_from_outside_may_come_after_the_end():
-    """And one at a point of the loop may not: whoever passes it has steps to make."""
+    """A signal at a point of the loop may not: the rank that passes this point has more steps to make."""
     killed = result("SIGKILL", _DONE, _DONE, _DONE)
     assert any("ended well" in each for each in judge(killed).wrong)
     fault = replace(killed.plan.fault, place="outside")
@@ -220,15 +221,17 @@ def test_a_signal_from_outside_may_come_after_the_end():
 
 
 def test_torchs_own_words_count_only_while_its_group_may_be_forming():
-    """A rank in torch's init_process_group() hears of a death from torch, which names nobody."""
+    """A rank in torch's init_process_group() gets torch's error for the death, which names no rank."""
     by_torch = said(kind="RuntimeError", text="Connection closed by peer", is_ours=False, ranks=(), steps=0)
     killed = result("SIGKILL", by_torch, _KILLED, _LOST)
     fault = replace(killed.plan.fault, place="wrapping")
 
     def verdict(way: str, fault: Fault) -> tuple[str, ...]:
         survivor = replace(by_torch.report, weights=[each.astype(np.float32) for each in first_weights(16)])
-        told = replace(killed, ranks=(replace(by_torch, report=survivor), _KILLED, _LOST))
-        return judge(replace(told, plan=replace(killed.plan, job=replace(_JOB, way=way), fault=fault))).wrong
+        changed = replace(killed, ranks=(replace(by_torch, report=survivor), _KILLED, _LOST))
+        return judge(
+            replace(changed, plan=replace(killed.plan, job=replace(_JOB, way=way), fault=fault))
+        ).wrong
 
     assert not verdict("gloo", fault)
     assert any("1 of 2 survivors do not name" in each for each in verdict("memory", fault))
@@ -259,7 +262,7 @@ def test_an_innocent_rank_that_is_late_on_a_busy_machine_says_nothing():
     late = said(kind="DeadlineError", text="Rank 2 of 3 did not arrive within 2.0 s.", ranks=(2,), at_s=5.5)
     stop = result("SIGSTOP", late, _KILLED, late)
     assert judge(stop).is_void
-    impatient = replace(stop, plan=replace(stop.plan, timeout_s=0.5))  # so it was the one that was stopped
+    impatient = replace(stop, plan=replace(stop.plan, timeout_s=0.5))  # so rank 2 was the one stopped
     assert any("blames [2]" in each for each in judge(impatient).wrong)
     text = "Rank 1 of 3 did not come within 2.0 s."
     absent = said(kind="RendezvousError", text=text, ranks=(1,), at_s=5.5)
@@ -285,7 +288,7 @@ def test_who_is_named_by_a_text(text, is_named):
 
 def test_what_must_come_of_a_kind_is_known():
     assert {kind.expected for kind in KINDS} >= {
-        Expected.TOLD,
+        Expected.RAISED,
         Expected.FINE,
         Expected.EITHER,
         Expected.LATER,

@@ -1,4 +1,4 @@
-"""Jobs that are asked to stop at random moments are resumed to the bits of an undisturbed one."""
+"""Jobs that are stopped at random moments and resumed have the bits of an undisturbed one."""
 
 from __future__ import annotations
 

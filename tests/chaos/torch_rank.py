@@ -1,4 +1,4 @@
-"""torch's side of a rank: the model, and who averages its gradients."""
+"""torch's side of a rank: the model, and its wrapper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.several_hosts import be_on_host, send_values
 
 
 class Model(nn.Module):
-    """Three layers with tanh between them, of which one rank's may be another."""
+    """Three layers with tanh between them; one rank's model may differ."""
 
     def __init__(self, width: int, striker: Striker) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(nn.Module):
 
 
 class TorchTrainer(Trainer):
-    """Trains with Paceline in one of its ways, or with torch's own DDP."""
+    """Trains with one variant of Paceline, or with torch's own DDP."""
 
     def __init__(self, plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> None:
         torch.set_num_threads(1)
@@ -86,8 +86,8 @@ class TorchTrainer(Trainer):
         if job.way == "memory":
             self._group = self.group_in_memory()
         elif job.way != "environment":
-            # Twice, because the wrapper shall be the first to give up: what torch's own calls say of a late
-            # rank is torch's.
+            # Twice the time-out, so that the wrapper is the first to give up: torch's own calls report a late
+            # rank in torch's words.
             store = dist.FileStore(str(self.folder / "store"), job.world_size)
             timeout = timedelta(seconds=2 * timeout_s)
             if job.way == "backend":
@@ -156,11 +156,11 @@ class TorchTrainer(Trainer):
 
 
 def make_trainer(plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> TorchTrainer:
-    """What `rank.py` runs."""
+    """The trainer that `rank.py` runs."""
     return TorchTrainer(plan, rank, job, folder, striker)
 
 
 def destroy() -> None:
-    """What a script does after training."""
+    """The end of a script after training."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""One trial: ranks that are forked from this process, a fault, and what was left when all have ended.
+"""One trial: ranks that are forked from this process, a fault, and the leftovers when all ranks have ended.
 
-The process that calls this has imported the framework and has run nothing of it, so it has no thread. Several
-trials run beside each other (`run_all`): one in which the ranks wait for a time-out needs no core.
+The calling process has imported the framework and has run nothing of it, so it has no other thread. Several
+trials run side by side (`run_all`): a trial in which the ranks wait for a time-out needs no core.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MakeTrainer = Callable[[Plan, int, str, Path, Striker], Any]
 
 STACKS_SIGNAL = signal.SIGRTMAX
 _HANG_S = 45.0
-"""How long after its time-out a trial may take: on a busy machine all this is computing."""
+"""The time that a trial may take beyond its time-out: on a busy machine all of it is computing."""
 _TICK_S = 0.001
 _PAUSE_S = 0.3
-"""How long a rank stops that goes on in time."""
+"""The longest stop of a rank that is continued in time."""
 _LARGEST_DELAY_S = 0.004
 
 _lifeline: list[int] = []  # both ends of a pipe; the kernel kills the ranks when this process loses its end
@@ -47,9 +47,9 @@ class Ended:
 
     Attributes:
         status: Exit status; negative: the signal that ended it.
-        report: What it told by itself; None: nothing.
+        report: The rank's own report; None: it made none.
         how: "", or "stopped" (until it was killed at the end), or "hung".
-        output: The end of what it printed.
+        output: The end of its output.
     """
 
     status: int
@@ -64,12 +64,12 @@ class Result:
 
     Attributes:
         ranks: By rank.
-        struck_s: When the fault struck (time.monotonic()); 0: it did not, or nobody knows when.
-        was_struck: Whether it did, before the rank had come to its end.
-        was_last: Whether the rank was in its last step by then; nobody may need it any more.
-        left: What was left behind, in words.
+        struck_s: When the fault struck (time.monotonic()); 0: it did not, or the time is unknown.
+        was_struck: Whether it did, before the rank had finished.
+        was_last: Whether the rank was in its last step by then; the others may not need it any more.
+        left: The leftovers, in words.
         took_s: Seconds.
-        launcher: Exit status of the launcher, and what it printed.
+        launcher: Exit status of the launcher, and its output.
     """
 
     plan: Plan
@@ -85,7 +85,7 @@ class Result:
 def run_all(
     plans: Iterable[Plan], make_trainer: MakeTrainer, at_once: int = 2, waiting: int = 8
 ) -> Iterator[Result]:
-    """Run trials, `at_once` of them beside each other and up to `waiting` that only wait for a time-out."""
+    """Run trials, `at_once` of them side by side and up to `waiting` that only wait for a time-out."""
     todo = iter(plans)
     running: list[Trial] = []
     is_over = False
@@ -117,7 +117,7 @@ class _Rank:
 
 
 class Trial:
-    """A plan that runs. Ask `look()` until it has a result."""
+    """A plan that runs. Call `look()` until it returns a result."""
 
     def __init__(self, plan: Plan, make_trainer: MakeTrainer) -> None:
         self.plan = plan
@@ -136,7 +136,7 @@ class Trial:
         self._ranks = [self._fork(rank, job, make_trainer) for rank in range(plan.job.world_size)]
 
     def is_idle(self) -> bool:
-        """Whether its ranks only wait for somebody who does not come."""
+        """True if its ranks only wait for a rank that does not come."""
         if not self.plan.is_late:
             return False
         struck = self._board.struck_at_s(self.plan.fault.rank)
@@ -144,7 +144,7 @@ class Trial:
         return bool(known) and time.monotonic() > known + 0.1 and not any(rank.ended for rank in self._ranks)
 
     def look(self) -> Result | None:
-        """Go on with it; the result, if it has ended."""
+        """Continue the trial; return its result if it has ended."""
         self._collect()
         alive = [rank for rank in self._ranks if rank.ended is None]
         self._strike_from_outside()
@@ -194,7 +194,7 @@ class Trial:
                     os.kill(victim.pid, signal_of(self.plan.fault))
 
     def _go_on_with_stopped(self) -> None:
-        """Continue, or kill, whom a fault has stopped, when the time for it has come."""
+        """Continue or kill a rank that the fault has stopped, when its time has come."""
         for rank in self._ranks:
             if not rank.is_stopped or rank.ended is not None:
                 continue
@@ -243,7 +243,11 @@ class Trial:
         )
         if fault.place.startswith("core"):
             struck_s = victim.stopped_s
-        if (told := ranks[fault.rank].report) is not None and told.how == "done" and told.at_s < struck_s:
+        if (
+            (report := ranks[fault.rank].report) is not None
+            and report.how == "done"
+            and report.at_s < struck_s
+        ):
             was_struck = False
         last = progress.STEP_0 + self.plan.job.steps_of(fault.rank) - 1
         was_last = self._board.progress(fault.rank) >= last
@@ -258,7 +262,7 @@ class Trial:
 
 
 def left_names(before: frozenset[str]) -> list[str]:
-    """Names in /dev/shm that are new, that nobody holds, and that a job may have made."""
+    """Names in /dev/shm that are new, that no process holds, and that a job may have made."""
     return [f"/dev/shm/{name}" for name in left_in_shm(before)]
 
 
@@ -271,7 +275,7 @@ class Outside:
     _is_over: bool = False
 
     def is_due(self, board: Board) -> bool:
-        """True once."""
+        """True exactly once, when the fault is due."""
         if self._is_over or not self.fault.place.startswith("outside"):
             return False
         if self.fault.place == "outside wrapping":
@@ -294,7 +298,7 @@ def _set_up(log: Path, temporary: Path) -> None:
     os.close(output)
     os.close(_lifeline[1])
     die_with(_lifeline[0])
-    # A crash must not cost a dump of the whole interpreter.
+    # A crash must not dump the core of the whole interpreter.
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

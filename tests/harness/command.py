@@ -1,4 +1,4 @@
-"""A module of the tests as a command of its own: one that forks ranks, which pytest's process must not."""
+"""Runs a module of the tests as a command: one that forks ranks, which pytest's process must not do."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def started_module(
     module: str, *arguments: str, python: str = sys.executable, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Within it, `python -m module arguments` runs; its output, with that of errors, is in a pipe.
+    """A context in which `python -m module arguments` runs; its stdout and stderr go into a pipe.
 
-    It is waited for at the end. An exception ends it and all processes that it has started.
+    The end of the context waits for it. An exception ends it and all processes that it has started.
     """
     with subprocess.Popen(
         [python, "-m", module, *arguments],
@@ -41,7 +41,7 @@ def started_module(
 def run_module(
     module: str, *arguments: str, deadline_s: float, python: str = sys.executable
 ) -> tuple[int, str]:
-    """Run `python -m module arguments`, ended at the deadline; its exit status and what it printed."""
+    """Run `python -m module arguments` and kill it at the deadline; return its exit status and its output."""
     with started_module(module, *arguments, python=python) as process:
         output, _ = process.communicate(timeout=deadline_s)
         return process.returncode, output

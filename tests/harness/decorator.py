@@ -1,4 +1,4 @@
-"""`@ranks(4)`: the body of a test is the program of one rank."""
+"""The decorator `@ranks(4)`: the body of a test is the program of one rank."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ def ranks(
 
 
 kept_ranks = functools.partial(ranks, kept=True)
-"""`ranks` whose processes stay from one test of a file to the next."""
+"""Like `ranks`, but the processes stay from one test of a file to the next."""

@@ -1,8 +1,8 @@
 """Puts the memory of a fork server into huge pages, so that a fork copies some hundred entries, not 60,000.
 
-A process that has imported torch holds some 230 MiB of its own. A fork copies one entry for each page of
-4 KiB, and the end of the child goes through them again: 18 ms of a core for each rank, and 6 ms with pages of
-2 MiB.
+A process that has imported torch holds some 230 MiB of private memory. A fork copies one entry for each page
+of 4 KiB, and the exit of the child walks them again: 18 ms of a core for each rank, and 6 ms with pages of 2
+MiB.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import ctypes
 from pathlib import Path
 
-_MADV_COLLAPSE = 25  # Linux 6.1 and newer; elsewhere an error, and the pages stay as they are
+_MADV_COLLAPSE = 25  # Linux 6.1 and newer; otherwise an error, and the pages stay as they are
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def use_huge_pages() -> None:
-    """Move this process's heap and other private memory, where the kernel can."""
+    """Move this process's heap and other private memory, where the kernel supports it."""
     with contextlib.suppress(OSError, ValueError):
         nbytes = int(_SIZE.read_text())
         madvise = ctypes.CDLL(None).madvise
@@ -28,7 +28,7 @@ def use_huge_pages() -> None:
 
 
 def _private_memory() -> list[tuple[int, int]]:
-    """The addresses of memory that is written and of no file."""
+    """The address ranges of writable memory that no file backs."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, _, *name = line.split()

@@ -1,6 +1,6 @@
-"""What a run may not leave behind: names in /dev/shm, files of ours in the temporary folder, processes.
+"""Finds leftovers of a run: names in /dev/shm, our files in the temporary folder, processes.
 
-Other programs use /dev/shm too. A name counts as left behind when nobody alive holds it.
+Other programs use /dev/shm too. A name counts as left behind when no living process holds it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHM = Path("/dev/shm")
-# Semaphores of joblib, which scikit-learn loads, and of multiprocessing, which Paceline does not use: those
-# of a test that runs beside ours are dropped late, above all when it kills the processes that made them.
+# Semaphores of joblib, which scikit-learn loads, and of multiprocessing, which Paceline does not use. A test
+# that runs beside ours drops its own late, above all when it kills the processes that made them.
 _OF_OTHERS = ("sem.loky-", "sem.mp-")
-# The kernel tears large address spaces down after a process counts as dead, and a file on its way from a
-# loader's worker to a test that runs beside this one is held by neither for a while. What is left for good
-# stays longer.
+# The kernel tears large address spaces down after a process counts as dead. A file on its way from a loader's
+# worker to a test that runs beside this one is, for a while, held by neither process. Real leftovers stay
+# longer.
 _PATIENCE_S = 10.0
 
 
@@ -44,7 +44,7 @@ def left_in_shm(before: frozenset[str]) -> list[str]:
 
 
 def left_in_folder(folder: Path) -> list[str]:
-    """Sockets and files of Paceline's that a rank left in its temporary folder.
+    """Sockets and files of Paceline that a rank left in its temporary folder.
 
     The recording of a job that failed stays on purpose: `paceline trace` shows it.
     """
@@ -56,7 +56,7 @@ def left_in_folder(folder: Path) -> list[str]:
 
 
 def _are_of_jobs(recordings: Path) -> bool:
-    """Whether all that is there are folders of jobs, at least one."""
+    """True if the path holds only folders of jobs, and at least one."""
     jobs = list(recordings.iterdir())
     return bool(jobs) and all((job / "job.json").is_file() for job in jobs)
 
@@ -87,7 +87,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _members(leader: int) -> list[int]:
-    """Living processes of a process group; a zombie waits for its parent and holds nothing."""
+    """Living processes of a process group. A zombie only waits for its parent and holds nothing."""
     try:
         os.killpg(leader, 0)
     except ProcessLookupError:
@@ -95,7 +95,7 @@ def _members(leader: int) -> list[int]:
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name before the last ')' may hold anything; after it: state, parent, process group.
+            # The name before the last ')' may hold any character. After it: state, parent, process group.
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(process_group) == leader and state not in "ZX":
                 members.append(int(stat.parent.name))

@@ -1,6 +1,6 @@
-"""What a fork server imports before it forks the first rank. Importing this file is what does it.
+"""The imports that a fork server makes before it forks the first rank. Importing this file makes them.
 
-A file of its own, because files of tests need all of `tests.harness`, and the server's file is a part of it.
+It is a separate file because test files need all of `tests.harness`, and the server's file is a part of it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _FOR_ALL = (
     "numpy",
     "numpy.testing",
     "encodings.ascii",
-    "encodings.idna",  # of names of hosts
+    "encodings.idna",  # of host names
     "hypothesis",
     "paceline.collectives.init",
     "tests.harness.rank_main",
 )
-# The first optimizer of a process imports some of these; torch's compiler takes longer than most tests.
+# The first optimizer of a process imports some of these. Importing torch's compiler takes longer than most
+# tests.
 _FOR = {
     "torch": (
         "torch",
@@ -46,18 +47,18 @@ _FOR = {
 
 
 def preload(framework: str) -> None:
-    """Import `framework` and the files of tests whose ranks may start with it, and no other framework."""
-    gc.disable()  # what is imported stays
+    """Import `framework` and the test files whose ranks may start with it, and no other framework."""
+    gc.disable()  # these imports stay
     for name in (*_FOR_ALL, *_FOR[framework]):
         _import(name)
-    if framework != "numpy":  # whose processes run no tests
+    if framework != "numpy":  # no test runs in this process
         with _without({"torch", "paddle"} - {framework}), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # pytest, which imports each file too, takes them for errors
+            warnings.simplefilter("ignore")  # pytest, which imports each file too, reports them as errors
             for name in files_of_ranks():
                 _import(name)
     if framework == "torch":
         _seed_without_stacks()
-    # A rank's garbage collector would walk all objects of the framework, and copy the pages they lie in.
+    # A rank's garbage collector would walk all objects of the framework, and copy their pages.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -65,10 +66,10 @@ def preload(framework: str) -> None:
 
 
 def _seed_without_stacks() -> None:
-    """Have torch.manual_seed seed no devices that this build of torch knows nothing of.
+    """Make torch.manual_seed skip the devices that this build of torch does not have.
 
-    For each of them it would keep a stack, in words, for an error to come: 3 to 4 ms of a process's first
-    call, because the lines are read from their files, and most ranks seed their models.
+    For each of them it would format the current stack for a possible later error. That takes 3 to 4 ms of a
+    process's first call, because the lines are read from their files, and most ranks seed their models.
     """
     import torch
 
@@ -90,14 +91,14 @@ def files_of_ranks() -> list[str]:
 
 
 def _import(name: str) -> None:
-    # Whatever is wrong with a module: the rank that needs it reports it, where it can be read.
+    # Ignore any error of a module here: the rank that needs the module reports it, in a readable place.
     with contextlib.suppress(Exception, pytest.skip.Exception):
         importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def _without(names: set[str]):
-    """Within it, these modules cannot be imported, and so neither can files that import them at their top."""
+    """A context in which importing these modules fails, and so do files that import them at their top."""
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: what Python documents for this
     try:
         yield

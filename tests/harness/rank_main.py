@@ -1,9 +1,9 @@
-"""The child: one rank. Sets its process up, runs the program, and files what came of it.
+"""The child: one rank. Sets its process up, runs the program, and files its outcome.
 
-A rank that is kept then waits for the next program.
+A kept rank then waits for the next program.
 
-The outcome goes through a file that is renamed when complete: the parent never waits on a pipe that a
-stopped or killed rank holds half-written.
+The outcome goes through a file that is renamed when it is complete. So the parent never waits on a pipe into
+which a stopped or killed rank has written half a message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TESTS = str(Path(__file__).resolve().parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks of a run have in common."""
+    """The plan that all ranks of a run share."""
 
     module: str
     name: str
@@ -52,17 +52,17 @@ class Plan:
     stays_joined: bool = False  # in the framework's process group, once a program has joined it
 
     def log(self, rank: int) -> Path:
-        """What the rank printed, and its stacks when they were asked for."""
+        """The rank's output, and its stacks when they were requested."""
         return self.folder / f"rank-{rank}.log"
 
     def outcome(self, rank: int) -> Path:
-        """What the rank filed; missing if it never got that far."""
+        """The rank's outcome; missing if it never got that far."""
         return self.folder / f"rank-{rank}.outcome"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank's program ended, told by the rank itself."""
+    """The end of a rank's program, as the rank itself reports it."""
 
     at_s: float  # time.monotonic(), one clock for all processes
     value: Any = None
@@ -77,14 +77,14 @@ _stays_joined = False
 
 
 def after_test(undo: Callable[[], object]) -> None:
-    """Have this rank call `undo` when its program has ended, before the next one begins in this process."""
+    """Make this rank call `undo` after its program has ended, before the next one begins."""
     _after_test.append(undo)
 
 
 def use_up(*, joined: bool = False) -> None:
-    """Have this process end with this program, because what the program did to it can't be undone.
+    """Make this process end with this program, because the program's effects on it cannot be undone.
 
-    With `joined`, what it did is to join the framework's process group: some ranks are kept in there.
+    With `joined`, the effect is that it joined the framework's process group: some ranks are kept in there.
     """
     global _is_used_up
     _is_used_up |= not (joined and _stays_joined)
@@ -93,13 +93,13 @@ def use_up(*, joined: bool = False) -> None:
 def main(plan: Plan, rank: int, lifeline: Connection, plans: Connection | None = None) -> None:
     """Run the program of `rank`; exit status 1 if it raised.
 
-    With `plans`, the rank is kept: it tells there that the program has ended, and gets the next plan, until
-    the other end is closed.
+    With `plans`, the rank is kept: it reports there that the program has ended, and receives the next plan,
+    until the other end is closed.
     """
     global _stays_joined
     _stays_joined = plan.stays_joined
     die_with(lifeline.fileno())
-    os.setsid()  # the parent finds what the rank started, and left, by its process group
+    os.setsid()  # the parent finds leftover processes of the rank by its process group
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if plans is None:
         sys.exit(1 if _run(plan, rank).error else 0)
@@ -107,7 +107,7 @@ def main(plan: Plan, rank: int, lifeline: Connection, plans: Connection | None =
     while True:
         restore()
         _run(plan, rank, _undo)
-        gc.collect()  # what the program has left in cycles ends now, and not within the next one
+        gc.collect()  # collect the program's cycles now, and not during the next program
         plans.send_bytes(b"ended")
         try:
             plan = plans.recv()
@@ -116,7 +116,7 @@ def main(plan: Plan, rank: int, lifeline: Connection, plans: Connection | None =
 
 
 def _random_state() -> Callable[[], None]:
-    """Takes the frameworks' random numbers back to where they are now, the same on all ranks."""
+    """Resets the frameworks' random numbers to their present state, which is the same on all ranks."""
     of_numpy = numpy.random.get_state()
     torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
     of_torch = torch and torch.get_rng_state()
@@ -152,7 +152,7 @@ def _run(plan: Plan, rank: int, undo: Callable[[Plan], object] = lambda _: None)
 
 
 def _undo(plan: Plan) -> None:
-    """Take back what the program has changed in this process."""
+    """Undo the program's changes to this process."""
     for value in plan.kwargs.values():
         if isinstance(value, pytest.MonkeyPatch):
             value.undo()
@@ -163,25 +163,26 @@ def _undo(plan: Plan) -> None:
 
 
 def find_program(module: str, name: str) -> Callable[..., Any]:
-    """The function a rank runs: that of a `@ranks` test, or a plain one."""
+    """The function that a rank runs: that of a `@ranks` test, or a plain one."""
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return getattr(found, "program", found)
 
 
 def die_with(fd: int, *, is_group: bool = False) -> None:
-    """Have the kernel kill this process as soon as the other end of the pipe `fd` is closed.
+    """Make the kernel kill this process as soon as the other end of the pipe `fd` is closed.
 
-    With `is_group`, all of the process group that this process leads.
+    With `is_group`, it kills the whole process group that this process leads.
 
-    The parent holds that end, and loses it however it dies. PR_SET_PDEATHSIG would follow the fork
-    server instead, and a thread could not fire while the interpreter lock is held.
+    The parent holds the other end, and loses it however it dies. PR_SET_PDEATHSIG would follow the fork
+    server instead, and a thread could not act while another one holds the interpreter lock.
     """
-    # Opened anew: forks that share one end share whom it signals, which would be the last of them alone.
+    # Open the pipe anew. Forks that share one open file share its owner for signals, which would be the last
+    # fork.
     fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpid() if is_group else os.getpid())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([fd], [], [], 0)[0]:  # closed before we armed it
+    if select.select([fd], [], [], 0)[0]:  # it was closed before O_ASYNC was set
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -217,7 +218,7 @@ def _first_argument(plan: Plan, rank: int) -> Iterator[Any]:
 
         if (
             torch.__version__ < "2.8"
-        ):  # see `keep` in paceline/torch/communicator/calls.py, of tensors of the tests
+        ):  # drops references to tensors of the tests; see `keep` in paceline/torch/communicator/calls.py
             time.sleep(0.1)
         dist.destroy_process_group()
     else:
@@ -227,23 +228,23 @@ def _first_argument(plan: Plan, rank: int) -> Iterator[Any]:
 def describe(error: BaseException, module: str) -> str:
     """The traceback, with the local variables of frames that belong to the tests.
 
-    Stands in for pytest's rewritten assertions, which exist in the parent only.
+    It replaces pytest's rewritten assertions, which exist only in the parent.
     """
-    told = traceback.TracebackException.from_exception(error, capture_locals=True)
-    ours = [frame for frame in told.stack if frame.filename != __file__]
-    told.stack = traceback.StackSummary.from_list(ours)
+    shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+    ours = [frame for frame in shown.stack if frame.filename != __file__]
+    shown.stack = traceback.StackSummary.from_list(ours)
     test_file = getattr(sys.modules.get(module), "__file__", None)
-    for frame in told.stack:
+    for frame in shown.stack:
         if frame.locals and (frame.filename == test_file or frame.filename.startswith(_TESTS)):
             frame.locals = {name: _crop(value) for name, value in frame.locals.items()}
         else:
             frame.locals = None
-    cause = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
+    cause = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
     while cause is not None:
         for frame in cause.stack:
             frame.locals = None
         cause = cause.__cause__ or cause.__context__
-    return "".join(told.format()).rstrip()
+    return "".join(shown.format()).rstrip()
 
 
 def _crop(text: str, limit: int = 300) -> str:

@@ -1,4 +1,4 @@
-"""What pytest shows of ranks that failed: which, how, in which order, and all they said."""
+"""The report that pytest shows of failed ranks: how each failed, in which order, and its whole output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOG_LINES = 150
 
 
 class Cause(IntEnum):
-    """How a rank failed. In the order of the report: a death makes its peers raise, never the reverse."""
+    """How a rank failed, in the order of the report: a death makes its peers raise, never the reverse."""
 
     DIED = 0
     RAISED = 1
@@ -31,7 +31,7 @@ class Failure:
 
 
 class RanksFailed(AssertionError):
-    """Some rank failed, or something was left behind. `failures` lists the ranks, likely culprit first."""
+    """A rank failed, or something was left behind. `failures` lists the ranks, likely culprit first."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The parent: starts the ranks, waits for them with a deadline, and judges every one of them.
 
-Kept ranks (`kept=True`) run the programs of one file of tests one after the other. What a process costs
-besides its program (the fork, the pages that it copies, what the framework makes at its first use, its end)
-is then paid once. Each program has its own job, group, folder, environment and random numbers.
+Kept ranks (`kept=True`) run the programs of one test file one after the other. The costs of a process besides
+its program (the fork, the pages that it copies, the framework's first-use set-up, its exit) are then paid
+once. Each program has its own job, group, folder, environment and random numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.harness.rank_main import STACKS_SIGNAL, Outcome, Plan
 from tests.harness.report import Failure, RanksFailed
 from tests.harness.verdict import Death, judge
 
-# When a rank failed unexpectedly, the others get this long to notice before they count as hung.
+# After an unexpected failure of one rank, the others have this long to notice before they count as hung.
 _GRACE_S = 10.0
-# For the processes of kept ranks to end, when nothing is left to do.
+# The time for the processes of kept ranks to end, when no work is left.
 _ENDING_S = 60.0
 _LAUNCHER_PREFIXES = ("PADDLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 
@@ -47,18 +47,18 @@ def run_ranks(
     warning_filters: list[Any] | None = None,
     kept: bool = False,
 ) -> list[Any]:
-    """Run `program(group or rank, **kwargs)` in `world_size` processes; return what each rank returned.
+    """Run `program(group or rank, **kwargs)` in `world_size` processes; return each rank's result.
 
     `program` is a function of a module, or a test under `@ranks`. `warning_filters` are those of the ranks;
     None: the filters that this process has now. With `kept`, the processes are those of the latest such run
-    of the same file of tests, and stay for the next one; what outlives them is found by `end_kept_ranks`.
-    Those of the framework "paddle.distributed" have processes of their own, which stay in Paddle's group: a
-    process joins it once. The other arguments are those of `ranks`. What a rank returns is pickled; a rank
-    that was to die returns None.
+    of the same test file, and stay for the next one; `end_kept_ranks` finds leftovers that outlive them.
+    Ranks of the framework "paddle.distributed" have separate processes, which stay in Paddle's group: a
+    process can join it only once. The other arguments are those of `ranks`. Results are pickled; a rank that
+    was to die returns None.
 
     Raises:
-        RanksFailed: Some rank raised, died, left early or hung, a rank that was to die did not, or
-            something was left behind.
+        RanksFailed: A rank raised, died, left early or hung, a rank that was to die did not, or something was
+            left behind.
     """
     if "<locals>" in program.__qualname__ or "." in program.__qualname__:
         raise TypeError(
@@ -117,7 +117,7 @@ def _run_kept(described: tuple[Any, ...], framework: str, deadline_s: float) -> 
 
 
 def end_kept_ranks() -> None:
-    """End the ranks that were kept, whose file of tests has ended.
+    """End the kept ranks; their test file has ended.
 
     Raises:
         RanksFailed: One of them did not end as it should, or something was left behind.
@@ -128,7 +128,7 @@ def end_kept_ranks() -> None:
 
 @contextlib.contextmanager
 def _new_folder() -> Iterator[Path]:
-    # Short, because a Unix socket's path ends at 107 bytes.
+    # Short, because a Unix socket's path may have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
         yield folder
@@ -150,7 +150,8 @@ def _plan(
     temporary.mkdir()
     job_id = uuid.uuid4().hex
     with socket.socket() as reserved:
-        # Bound but not listening: nobody is given this port by chance, and rank 0 may listen on it.
+        # Bound but not listening: the kernel gives this port to no other process, and rank 0 may listen on
+        # it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         environ = inherited_variables() | server.ONE_THREAD
@@ -169,10 +170,10 @@ def _plan(
 
 
 def inherited_variables() -> dict[str, str]:
-    """The variables that ranks get from here: all but those of a launcher.
+    """The variables that ranks inherit from this process: all except those of a launcher.
 
-    pytest sets and deletes one of its own around each test, in the main thread, while runs begin in others:
-    a name may be gone when it is read, so `os.environ.items()` would raise.
+    pytest sets and deletes one of its own around each test, in the main thread, while runs begin in other
+    threads. A name may be gone when it is read, so `os.environ.items()` would raise.
     """
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {
@@ -188,32 +189,32 @@ class _Child:
 
     rank: int
     process: ForkServerProcess
-    lifeline: connection.Connection  # closed, by us or by our death: the rank is killed
-    plans: connection.Connection | None = None  # of a kept rank, which gets its programs there
+    lifeline: connection.Connection  # when we close it, or die, the rank is killed
+    plans: connection.Connection | None = None  # of a kept rank, which receives its programs here
     pid: int = 0
     outcome: Outcome | None = None
-    ended_s: float | None = None  # when its program did; then a kept rank goes on living
+    ended_s: float | None = None  # when its program ended; a kept rank then lives on
     hung_because: str = ""
-    has_told: bool = False  # a kept rank, that its program has ended
+    has_reported: bool = False  # a kept rank has reported that its program has ended
 
     def begin(self, plan: Plan) -> None:
-        """Give a kept rank its next program."""
+        """Send a kept rank its next program."""
         assert self.plans is not None
-        self.outcome, self.ended_s, self.has_told = None, None, False
-        with contextlib.suppress(OSError):  # it has died, which is found when it is waited for
+        self.outcome, self.ended_s, self.has_reported = None, None, False
+        with contextlib.suppress(OSError):  # it has died; the wait for its end notices that
             self.plans.send(plan)
 
     def await_end(self) -> None:
-        """Until the process has ended, or until a kept rank has reported that its program has."""
+        """Wait until the process has ended, or until a kept rank has reported the end of its program."""
         if self.plans is not None and self.plans.poll():
             with contextlib.suppress(EOFError, OSError):
-                self.has_told = bool(self.plans.recv_bytes())
-        if not self.has_told:
+                self.has_reported = bool(self.plans.recv_bytes())
+        if not self.has_reported:
             _reap(self.process)
 
     def status(self) -> int | None:
-        """The exit status of the process, or what it would be if the process of a kept rank ended here."""
-        if self.has_told:
+        """The exit status of the process; for a kept rank, the status it would have if it ended now."""
+        if self.has_reported:
             return 1 if self.outcome is not None and self.outcome.error else 0
         with server.lock:
             return self.process.exitcode
@@ -231,7 +232,7 @@ class _Run:
     def start(self, *, are_kept: bool = False) -> None:
         """Start the ranks, or those that have not been kept from an earlier run."""
         with server.starting_from(self.framework.partition(".")[0]):
-            self.started_s = time.monotonic()  # importing it once, in the server, is nobody's delay
+            self.started_s = time.monotonic()  # the import happens once, in the server, and delays no rank
             for child in self.children:
                 child.begin(self.plan)
             for number in range(len(self.children), self.plan.world_size):
@@ -252,7 +253,8 @@ class _Run:
         self.children.append(child)
 
     def wait(self) -> None:
-        """Until every rank ended, or the deadline passed, or a failed rank's peers had their grace."""
+        """Wait until all ranks have ended, the deadline has passed, or the grace period after a failure is
+        over."""
         limit_s = self.started_s + self.deadline_s
         because = f"after {self.deadline_s:g} s"
         while running := self._running():
@@ -273,7 +275,7 @@ class _Run:
         return [failure for child in self.children if (failure := self._judge(child)) is not None]
 
     def values(self) -> list[Any]:
-        """What each rank returned."""
+        """The result of each rank."""
         return [child.outcome.value if child.outcome else None for child in self.children]
 
     def _running(self) -> list[_Child]:
@@ -286,7 +288,7 @@ class _Run:
             child.outcome = pickle.loads(self.plan.outcome(child.rank).read_bytes())
 
     def _judge(self, child: _Child) -> Failure | None:
-        """The failure of a rank that ended or hung, None if it did what it should."""
+        """The failure of a rank that ended or hung; None if it ended as it should."""
         verdict = judge(child.status(), child.outcome, self.dies.get(child.rank), child.hung_because)
         if verdict is None:
             return None
@@ -296,7 +298,7 @@ class _Run:
         return Failure(child.rank, *verdict, at_s - self.started_s, details, text)
 
     def _dump_stacks(self, running: list[_Child], because: str) -> None:
-        """Have the ranks that still run write their stacks into their logs."""
+        """Make the ranks that still run write their stacks into their logs."""
         asked = {}
         for child in running:
             state = _process_state(child.pid)
@@ -320,7 +322,7 @@ class _Run:
 
 @dataclass
 class _KeptRanks:
-    """Ranks that run programs of one file of tests, one after the other."""
+    """Ranks that run programs of one test file, one after the other."""
 
     key: str
     module: str
@@ -330,7 +332,7 @@ class _KeptRanks:
     shm_before: frozenset[str] = field(default_factory=leftovers.shm_names)
 
     def next_folder(self) -> Path:
-        """An own one for each program, which stays until the ranks have ended: see `end`."""
+        """The TMPDIR of one program. It stays until the ranks have ended: see `end`."""
         folder = self.folder / str(len(self.programs))
         folder.mkdir()
         return folder
@@ -339,7 +341,7 @@ class _KeptRanks:
         return [self.folder / str(number) for number in range(len(self.programs))]
 
     def end(self) -> None:
-        """Let the ranks end; an error unless all do, with nothing left behind."""
+        """End the ranks; an error unless all end well, with nothing left behind."""
         for child in self.children:
             assert child.plans is not None
             child.plans.close()
@@ -355,7 +357,7 @@ class _KeptRanks:
             raise RanksFailed(name, len(self.children), failures, found, self.programs)
 
     def forget(self) -> None:
-        """Have the next run start ranks anew; those that still run are killed."""
+        """Make the next run start new ranks; those that still run are killed."""
         _kept.pop(self.key, None)
         _kill(self.children)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -371,11 +373,11 @@ class _KeptRanks:
         return Failure(child.rank, *verdict, log="".join(logs))
 
 
-_kept: dict[str, _KeptRanks] = {}  # by framework, and by their number where they stay joined
+_kept: dict[str, _KeptRanks] = {}  # by framework, and by world size for ranks that stay joined
 
 
 def _kill(children: list[_Child]) -> None:
-    """End whatever still runs. Idempotent."""
+    """Kill all ranks that still run. Idempotent."""
     for child in children:
         child.process.kill()
     for child in children:
@@ -386,7 +388,7 @@ def _kill(children: list[_Child]) -> None:
 
 
 def _left_behind(children: list[_Child], shm_before: frozenset[str], folders: list[Path]) -> list[str]:
-    """What outlived the ranks; called when none of them is left."""
+    """Leftovers that outlived the ranks; called when no rank is left."""
     ranks = {child.pid: child.rank for child in children if child.pid}
     running = leftovers.left_running(ranks)
     found = [
@@ -398,13 +400,13 @@ def _left_behind(children: list[_Child], shm_before: frozenset[str], folders: li
 
 
 def _text_of(folder: Path, rank: int) -> str:
-    """What the rank printed into the log of a program."""
+    """The rank's output in the log of a program."""
     log = folder / f"rank-{rank}.log"
     return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _reap(process: ForkServerProcess, timeout_s: float | None = None) -> None:
-    """Wait until the process has ended, and learn how."""
+    """Wait until the process has ended, and set its status."""
     connection.wait([process.sentinel], timeout_s)
     with server.lock:
         process.join(0.0)

@@ -1,4 +1,4 @@
-"""A kernel, or a container's filter, that refuses a system call: a real seccomp filter on this process."""
+"""Simulates a kernel, or a container, that refuses a system call: a real seccomp filter on this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import platform
 import struct
 
-# The system call numbers, and what seccomp calls the machine (linux/audit.h).
+# The system call numbers, and seccomp's name of the machine (linux/audit.h).
 _ARCHITECTURES = {
     "x86_64": (
         0xC000003E,
@@ -18,7 +18,7 @@ _ARCHITECTURES = {
             "process_vm_readv": 310,
             "memfd_create": 319,
             "pidfd_open": 434,
-            "clone3": 435,  # threads; a fork is clone()
+            "clone3": 435,  # for threads; a fork is clone()
             "futex_waitv": 449,
         },
     ),
@@ -31,7 +31,7 @@ _ARCHITECTURES = {
             "process_vm_readv": 270,
             "memfd_create": 279,
             "pidfd_open": 434,
-            "clone3": 435,  # threads; a fork is clone()
+            "clone3": 435,  # for threads; a fork is clone()
             "futex_waitv": 449,
         },
     ),
@@ -47,12 +47,12 @@ class _Program(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Whether this machine is one whose numbers are known here."""
+    """True if the numbers of this machine are listed here."""
     return platform.machine() in _ARCHITECTURES
 
 
 def refuse(call: str, error: int = errno.ENOSYS) -> None:
-    """From now on this process, and what it starts, gets `error` from the system call `call`."""
+    """Make the system call `call` fail with `error` in this process and in processes that it starts."""
     architecture, numbers = _ARCHITECTURES[platform.machine()]
     code = b"".join(
         struct.pack("HBBI", *instruction)

@@ -1,9 +1,9 @@
-"""The fork servers: each has imported one framework, which is slow, so that a rank starts in milliseconds.
-One has numpy alone: its forks cost a fifth of those of a process that has imported torch.
+"""The fork servers. Each has imported one framework, which is slow, so that a rank starts in milliseconds.
+One has only numpy: its forks cost a fifth of those of a process that has imported torch.
 
 Forking from them is safe where forking from pytest is not: they run no thread and no test. No server has both
-frameworks, so that a test of one finds what a user of that one has (`preload.py`). All processes of a run of
-the tests share them (`shared_servers.py`).
+frameworks, so that a test of one framework runs as it does for a user of that framework (`preload.py`). All
+processes of a test run share them (`shared_servers.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from multiprocessing.context import ForkServerContext
 
 from tests.harness import shared_servers
 
-# Ranks share the cores: one thread each, and the libraries read this when they are imported.
+# Ranks share the cores: one thread each. The libraries read these variables when they are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-# multiprocessing keeps one list of its processes. Each start looks through it for those that have ended, and
-# two threads may not ask how one process has ended: threads that run ranks side by side take turns.
+# multiprocessing keeps one list of its processes. Each start looks through it for processes that have ended,
+# and two threads may not ask at once how one process has ended. So threads that run ranks side by side take
+# turns.
 lock = threading.RLock()
 
 
@@ -36,10 +37,10 @@ def context() -> ForkServerContext:
 
 
 def can_fork(framework: str) -> bool:
-    """Whether ranks may be forked from a process that has imported it.
+    """True if ranks may be forked from a process that has imported the framework.
 
-    A Paddle for GPUs looks at them when it is imported, and no fork of a process that did can use one. torch
-    does not, with the variable that tests/conftest.py sets.
+    A Paddle built for GPUs looks at them when it is imported, and no fork of a process that did can use one.
+    torch does not, with the variable that tests/conftest.py sets.
     """
     return framework != "paddle" or not _is_paddle_of_gpus()
 
@@ -51,9 +52,9 @@ def _is_paddle_of_gpus() -> bool:
 
 @contextlib.contextmanager
 def starting_from(framework: str) -> Iterator[None]:
-    """Within it, processes of `context` start from the server that has this framework imported, if they can.
+    """A context in which processes of `context` start from the server with this framework, if they can.
 
-    Waits until that server has imported it. multiprocessing has one server for a process, and finds it by a
+    Waits until that server has imported it. multiprocessing has one server per process, and finds it by a
     function of its module; other threads wait meanwhile.
     """
     framework = framework if can_fork(framework) else "numpy"
@@ -73,7 +74,7 @@ class _Server(forkserver.ForkServer):
     def __init__(self, framework: str) -> None:
         super().__init__()
         self._framework = framework
-        # A rank gets this, and multiprocessing would have its own server live as long as the rank.
+        # A rank inherits this; otherwise multiprocessing's own server would live as long as the rank.
         self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
     def ensure_running(self) -> None:
@@ -82,11 +83,11 @@ class _Server(forkserver.ForkServer):
 
 
 def _ensure_tracker() -> None:
-    """Have multiprocessing's resource tracker run, which it gives each process, and no test of ours uses.
+    """Start multiprocessing's resource tracker, which every process has and none of our tests uses.
 
-    If it has been killed, another one is started without a warning, which would fail the test that happens to
-    start a rank. A descriptor that is no pipe any more is another matter: this process has closed one that
-    was not its own.
+    If it has been killed, another one is started without a warning, because the warning would fail the test
+    that happens to start a rank. A descriptor that is no longer a pipe is a real error: this process has
+    closed a descriptor that it did not own.
     """
     tracker = resource_tracker._resource_tracker
     fd: int | None = tracker._fd  # type: ignore[attr-defined]
@@ -107,7 +108,7 @@ _server = functools.cache(_Server)
 
 @functools.cache
 def _until_imported(framework: str) -> None:
-    """The server takes its first request when it has imported: on a busy machine, after most of a minute."""
+    """Wait until the server has finished its imports: most of a minute on a busy machine."""
     process = context().Process(target=int)
     process.start()
     process.join()

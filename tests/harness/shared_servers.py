@@ -1,9 +1,9 @@
-"""The process that starts the fork servers of a run of the tests, each once, and ends them with the run.
+"""The process that starts the fork servers of a test run, each once, and ends them with the run.
 
-A server imports for seconds of a core. So all processes of a run share the servers: the workers of pytest,
-and the programs that a test starts and that start ranks themselves. The first process of the run starts this
-one (`share`), and leaves its address in the environment for the others; whoever needs a server asks for it,
-and it is started when it is first asked for (`find`). This process ends with the one that has started it,
+The imports of a server take seconds of a core. So all processes of a run share the servers: the workers of
+pytest, and the programs that a test starts and that start ranks themselves. The first process of the run
+starts this one (`share`), and leaves its address in the environment for the others. A process that needs a
+server asks for it, and the first request starts it (`find`). This process ends with the one that started it,
 whose end of a pipe the kernel closes, and the servers end with this process.
 """
 
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Where the environment of a process says how to ask.
+# The environment variable with the address for requests.
 ADDRESS = "TESTS_FORK_SERVERS"
-_PATIENCE_S = 10.0  # for a process that is about to ask, on a machine that is busy with other things
+_PATIENCE_S = 10.0  # for a process that is about to ask, on a busy machine
 
 
 def share() -> None:
-    """Have this process, and those that it starts from now on, share their fork servers."""
+    """Make this process, and those that it starts from now on, share their fork servers."""
     if ADDRESS in os.environ:
         return
     process = subprocess.Popen(
@@ -49,7 +49,7 @@ def share() -> None:
 
 
 def find(framework: str) -> dict[str, Any]:
-    """What a `multiprocessing.forkserver.ForkServer` knows of the server that has `framework` imported."""
+    """The attributes that `multiprocessing.forkserver.ForkServer` needs for the server of `framework`."""
     share()
     with connection.Client(os.environ[ADDRESS], "AF_UNIX") as asked:
         asked.send(framework)
@@ -58,7 +58,7 @@ def find(framework: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start servers for those who ask, until whoever has started this process has ended."""
+    """Start servers on request, until the process that started this one has ended."""
     from tests.harness.server import ONE_THREAD
 
     os.environ |= ONE_THREAD
@@ -72,9 +72,10 @@ def main() -> None:
         selector.register(sys.stdin, selectors.EVENT_READ)
         selector.register(listener._listener._socket, selectors.EVENT_READ)  # type: ignore[attr-defined]
         print(listener.address, flush=True)
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what a server prints; nobody reads the pipe
+        # For the output of a server: no process reads the pipe.
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         while all(key.fileobj is not sys.stdin for key, _ in selector.select()):
-            # Whoever asks may be killed before it has got its answer, or stopped.
+            # The process that asks may be killed before it has received its answer, or stopped.
             with contextlib.suppress(EOFError, OSError), listener.accept() as asked:
                 if asked.poll(_PATIENCE_S):
                     asked.send(_start(servers, asked.recv()))

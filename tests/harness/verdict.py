@@ -1,4 +1,4 @@
-"""Whether a rank did what it should: a pure function of how it ended and what was declared."""
+"""Decides whether a rank ended as it should: a pure function of its end and of the declared end."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import signal
 from tests.harness.rank_main import Outcome
 from tests.harness.report import Cause
 
-# How a rank may be declared to end: killed by a signal, by os._exit(status), or by raising this.
+# The ways in which a rank may be declared to end: killed by a signal, by os._exit(status), or by raising
+# this.
 Death = signal.Signals | int | type[BaseException]
 
 
 def judge(
     status: int | None, outcome: Outcome | None, expected: Death | None, hung_because: str = ""
 ) -> tuple[Cause, str] | None:
-    """What was wrong with a rank, as (cause, summary); None if nothing was.
+    """The failure of a rank, as (cause, summary); None if it did not fail.
 
     Args:
         status: Its exit code; negative: the signal that killed it.
-        outcome: What its program filed before it ended, if it came that far.
+        outcome: The outcome that its program filed before it ended, if it came that far.
         expected: The death that was declared for it; None: it must return.
         hung_because: Not empty: it had to be killed.
     """
@@ -41,7 +42,7 @@ def judge(
 
 
 def spell_exit(status: int) -> str:
-    """An exit code as people say it: 'was killed by SIGKILL', 'exited with status 3'."""
+    """An exit code in words: 'was killed by SIGKILL', 'exited with status 3'."""
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -1,16 +1,17 @@
 """A Python that starts in milliseconds with a framework imported, for programs that start other programs.
 
-`python -m benchmarks` starts many processes, each of which imports torch: some seconds of a core every
-time, most of what such a test costs. `warm_python("torch")` is the path of a program that takes the command
-line of a Python and does what that one would, in a fork of a process that has imported the framework. It
-names itself as `sys.executable`, so what the program starts is warm as well.
+`python -m benchmarks` starts many processes, each of which imports torch: some seconds of a core every time,
+which is most of the cost of such a test. `warm_python("torch")` is the path of a program that takes the
+command line of a Python and does the same as that Python, in a fork of a process that has imported the
+framework. It sets `sys.executable` to itself, so that processes started by the program are warm as well.
 
-The program at the path (`_CLIENT`) hands its command line, environment, folder and open files to the process
-that forks (`_serve`), passes on the signals that it gets, and ends as the fork ends; if it is killed, so is
-the fork. The fork enters the program's namespaces, of which hosts are made (`tests.hosts.namespaces`). Not
-for tests of who starts, signals or outlives whom, unless they ask the fork for its number: there are two
-processes where Python has one. Nor for what happens at the very end of a process, which a fork skips, or for
-programs of which multiprocessing spawns processes: those import all anew.
+The program at the path (`_CLIENT`) sends its command line, environment, folder and open files to the process
+that forks (`_serve`). It passes on the signals that it gets, and ends as the fork ends; if it is killed, so
+is the fork. The fork enters the program's namespaces, of which hosts are made (`tests.hosts.namespaces`).
+
+Do not use it for tests of which process starts, signals or outlives which, unless they ask the fork for its
+process id: there are two processes where Python has one. Nor for tests of the very end of a process, which a
+fork skips, or of programs for which multiprocessing spawns processes: those import everything anew.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from typing import Any, NoReturn
 from tests.harness import server
 from tests.harness.rank_main import die_with
 
-_PATIENCE_S = 120.0  # for the import, on a machine that is busy with other things
-# What makes a host: its name, its links and its files, which come last because the others are found there.
+_PATIENCE_S = 120.0  # for the import, on a busy machine
+# The namespaces that make a host: its name, its network, and its mounts. The mounts come last because the
+# others are found under /proc.
 _NAMESPACES = ("uts", "net", "mnt")
 
 _CLIENT = """#!{python} -IS
@@ -74,16 +76,16 @@ os._exit(status)
 
 @functools.cache
 def warm_python(framework: str) -> str:
-    """The path of a Python that has `framework` imported: "torch" or "paddle". Until this process ends."""
+    """The path of a Python with `framework` ("torch" or "paddle") imported. Valid until this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     address = os.path.join(folder.name, "server")
     context = server.context()
-    ready, told = context.Pipe(duplex=False)
+    ready, started = context.Pipe(duplex=False)
     theirs, ours = context.Pipe(duplex=False)
     with server.starting_from(framework):
-        process = context.Process(target=_serve, args=(address, told, theirs), daemon=False)
+        process = context.Process(target=_serve, args=(address, started, theirs), daemon=False)
         process.start()
-    told.close()
+    started.close()
     theirs.close()
     if not ready.poll(_PATIENCE_S):
         raise RuntimeError(f"no Python with {framework} imported after {_PATIENCE_S:g} s")
@@ -97,8 +99,8 @@ def warm_python(framework: str) -> str:
     return str(path)
 
 
-def _serve(address: str, told: Any, lifeline: Any) -> None:
-    """Forks a process for each program that connects, and tells it how that ended."""
+def _serve(address: str, started: Any, lifeline: Any) -> None:
+    """Forks a process for each program that connects, and sends it the exit status of the fork."""
     os.setsid()
     die_with(lifeline.fileno())
     woken, wake = socket.socketpair()
@@ -112,13 +114,13 @@ def _serve(address: str, told: Any, lifeline: Any) -> None:
         listener.listen(64)
         selector.register(listener, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
-        told.send(None)
+        started.send(None)
         running: dict[int, socket.socket] = {}
         while True:
             for key, _ in selector.select():
                 if key.fileobj is woken:
                     woken.recv(4096)
-                    _tell_the_ended(running)
+                    _send_statuses(running)
                     continue
                 connection, _ = listener.accept()
                 pid = os.fork()
@@ -127,7 +129,7 @@ def _serve(address: str, told: Any, lifeline: Any) -> None:
                 running[pid] = connection
 
 
-def _tell_the_ended(running: dict[int, socket.socket]) -> None:
+def _send_statuses(running: dict[int, socket.socket]) -> None:
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -137,7 +139,7 @@ def _tell_the_ended(running: dict[int, socket.socket]) -> None:
 
 
 def _become(connection: socket.socket, of_server: tuple[socket.socket, ...]) -> NoReturn:
-    """Be the Python that a program asked for."""
+    """Do the work of the Python that a program requested."""
     status = 1
     try:
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # as in a Python of its own
@@ -158,14 +160,14 @@ def _become(connection: socket.socket, of_server: tuple[socket.socket, ...]) -> 
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-    except BaseException:  # of our own: told where the tests are
+    except BaseException:  # our own PYTHONPATH, which shows where the tests are
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def _take_over(connection: socket.socket) -> tuple[str, list[str]]:
-    """Get the files, folder and environment of the program; its own path and its arguments."""
+    """Receive the files, folder and environment of the program; return its own path and its arguments."""
     head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(4 * 250))
     message = b""
     while len(message) < int.from_bytes(head, "big"):
@@ -177,7 +179,7 @@ def _take_over(connection: socket.socket) -> tuple[str, list[str]]:
     connection.sendall(os.getpid().to_bytes(8, "big"))
     connection.close()
     os.setsid()
-    # Above all numbers that the program uses, so that none is overwritten before it has been moved.
+    # Above all numbers that the program uses, so that no descriptor is overwritten before it has been moved.
     above = max(said["fds"]) + 1
     lifeline, *moved = (_move(fd, above) for fd in got)
     die_with(lifeline, is_group=True)
@@ -186,12 +188,12 @@ def _take_over(connection: socket.socket) -> tuple[str, list[str]]:
     for fd, number in zip(moved, said["fds"], strict=True):
         os.dup2(fd, number, inheritable=True)
         os.close(fd)
-    if 0 in said["fds"]:  # multiprocessing closes that of its processes
+    if 0 in said["fds"]:  # multiprocessing closes stdin in its processes
         sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(said["folder"])
     os.environ.clear()
     os.environ.update(said["environ"])
-    # What `paceline run` forks must be its own child; and here each rank has the framework already.
+    # Forks of `paceline run` must be its own children; and here each rank has the framework already.
     os.environ.setdefault("PACELINE_FORK_RANKS", "0")
     tempfile.tempdir = None
     path, *arguments = said["arguments"]
@@ -206,14 +208,14 @@ def _move(fd: int, above: int) -> int:
 
 
 def _enter(name: str, fd: int) -> None:
-    """Have this process be in a namespace, unless it is."""
+    """Move this process into a namespace, unless it is in it."""
     if os.fstat(fd).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino and ctypes.CDLL(None).setns(fd, 0):
         raise OSError(f"cannot enter the program's {name} namespace")
     os.close(fd)
 
 
 def _run(path: str, arguments: list[str]) -> None:
-    """What `python arguments` would do, of what the tests use."""
+    """Do what `python arguments` does, for the options that the tests use."""
     options = []
     while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-"):
         option = arguments.pop(0)

@@ -1,4 +1,4 @@
-"""python -m tests.model: searches the settings that are too large for every run of the tests; minutes."""
+"""python -m tests.model: searches the settings that are too large for every test run; minutes."""
 
 from __future__ import annotations
 

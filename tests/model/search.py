@@ -1,4 +1,4 @@
-"""Every state that a setting can reach."""
+"""Searches every state that a setting can reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_STATES = 20_000_000
 
 
 class Found(Exception):
-    """What is wrong, and the shortest way there."""
+    """A violation, and the shortest path to it."""
 
 
 def successors(setting: Setting, state: State) -> list[State]:
@@ -25,7 +25,7 @@ def successors(setting: Setting, state: State) -> list[State]:
 
 
 def check_end(setting: Setting, state: State) -> None:
-    """Nothing can happen any more: all ranks are over, and the survivors agree."""
+    """Check a state with no successor: all ranks are over, and the survivors agree."""
     if any(rank.at not in OVER for rank in state.ranks):
         raise Violation("deadlock")
     good = {rank.good for rank in state.ranks if rank.at != "dead"}
@@ -34,7 +34,7 @@ def check_end(setting: Setting, state: State) -> None:
 
 
 def search(setting: Setting) -> int:
-    """The number of states. Raises Found at the first that must not be reached."""
+    """Return the number of states. Raises Found at the first state that must not be reached."""
     start = first_state(setting)
     parents: dict[State, State | None] = {start: None}
     queue = deque([start])

@@ -1,7 +1,7 @@
-"""What the ranks of the model share, what each of them knows, and what lies in its memory.
+"""The state of the model: the shared words, the private variables of each rank, and its memory.
 
-Names are those of `cpp/reducer/reducer.h`. Every word of the shared state is one atomic there; a step of the
-model is one operation on one of them, or one access to plain memory between two such operations.
+The names are those of `cpp/reducer/reducer.h`. Every word of the shared state is one atomic there; a step of
+the model is one operation on one of them, or one access to plain memory between two such operations.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Backward:
-    """Who leaves bucket 0 out of a backward, and whether that is allowed."""
+    """The ranks that leave bucket 0 out of a backward, and whether that is allowed."""
 
-    left_out: tuple[int, ...] = ()  # by these ranks
-    allowed_by: tuple[int, ...] = ()  # allow_unused, which each rank says for itself
+    left_out: tuple[int, ...] = ()  # the ranks that leave it out
+    allowed_by: tuple[int, ...] = ()  # allow_unused, which each rank declares for itself
     globally_unused: bool = False  # allow_globally_unused, the same on all ranks
     finished: int | None = None  # this rank has no data: it leaves every bucket out, and allows that
 
@@ -27,7 +27,7 @@ class Backward:
         return rank in self.allowed_by or rank == self.finished
 
     def is_good(self, ranks: int) -> bool:
-        """What all ranks must find, told by somebody who sees all of them at once."""
+        """The verdict that all ranks must reach, computed from all of them at once."""
         with_data = set(range(ranks)) - {self.finished}
         is_globally_unused = self.globally_unused and set(self.left_out) >= with_data
         return is_globally_unused or all(map(self.is_allowed_by, self.left_out))
@@ -38,14 +38,14 @@ PLAIN = Backward()
 
 @dataclass(frozen=True)
 class Setting:
-    """What is searched: ranks and their backward passes, what may happen to them, and a mistake, if any."""
+    """A setting to search: ranks and their backwards, the possible faults, and a mistake, if any."""
 
     ranks: int
     chunks: tuple[int, ...]  # of each bucket
     backwards: tuple[Backward, ...] = (PLAIN,)
     assigned: bool = False  # chunks belong to ranks, and are not claimed
-    deaths: int = 0  # that may happen, anywhere
-    deadlines: int = 0  # that may pass: whoever they wait for was stopped, and continues later
+    deaths: int = 0  # the number of deaths that may happen, anywhere
+    deadlines: int = 0  # the number that may pass: the late rank was stopped, and continues later
     leaver: tuple[int, int] | None = None  # in this backward, this rank leaves before it has posted all
     mistake: str = ""
 
@@ -69,23 +69,23 @@ class Shared(NamedTuple):
     sleepers: int = 0
     abort: bool = False
     departures: int = 0
-    deaths: int = 0  # left to happen
+    deaths: int = 0  # that may still happen
     deadlines: int = 0
 
 
 class Rank(NamedTuple):
     at: str = "begin"  # its next step
-    awaits: str = ""  # what wait_until() waits for: ended, means, void, reset
+    awaits: str = ""  # the condition that wait_until() waits for: ended, means, void, reset
     then: str = ""  # where progress() returns to
     takes_all: bool = False  # ChunkLimit::kAll
     asleep: bool = False
-    number: int = 1  # of the backward
-    good: int = 0  # backward passes that it has the means of
+    number: int = 1  # of the current backward
+    good: int = 0  # the number of backwards whose means it has
     posted: int = 0  # a bit for each bucket
-    bucket: int = -1  # that is being posted
-    done: tuple[int, ...] = ()  # chunks that it reduced, of each bucket
+    bucket: int = -1  # the bucket that is being posted
+    done: tuple[int, ...] = ()  # the number of chunks that it has reduced, of each bucket
     exhausted: int = 0
-    chunk: tuple[int, int] | None = None  # in hand
+    chunk: tuple[int, int] | None = None  # the chunk in work
     seen: tuple[int, int] = (-1, -1)  # bell and departures, before the last look
     restarts: int = 0
     late_claims: int = 0  # chunks begun after the end of the group
@@ -93,20 +93,20 @@ class Rank(NamedTuple):
 
 UNUSED, REFUSED = 1, 2  # kBackwardUnused, kBackwardUnusedRefused
 
-# What lies in a rank's memory for a chunk, and of which backward.
+# The contents of a rank's memory for a chunk, with the number of the backward.
 NOTHING, GRADIENT, HALF, MEAN = "-", "gradient", "half", "mean"
 Cells = tuple[tuple[tuple[str, int], ...], ...]
 
-# What a rank says of its backward beside those: its number, the buckets it left out, whether it had data. It
-# has two places for that, and takes them in turn.
-Told = tuple[tuple[tuple[int, int, bool], ...], ...]
+# A rank's report on its backward: its number, the buckets that the rank left out, whether it had data. A rank
+# has two places for reports, and alternates between them.
+Reports = tuple[tuple[tuple[int, int, bool], ...], ...]
 
 
 class State(NamedTuple):
     shared: Shared
     ranks: tuple[Rank, ...]
     cells: Cells
-    told: Told
+    reports: Reports
 
 
 OVER = {"dead", "raised", "left", "finished"}

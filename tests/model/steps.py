@@ -1,7 +1,7 @@
-"""The steps of one rank: each is one operation of `cpp/reducer`, and says which.
+"""The steps of one rank: each is one operation of `cpp/reducer`, and names it.
 
-`STEPS` maps where a rank stands to what it does next; `CODE` maps it to the words of the C++ source that it
-stands for, which a test looks up there. A step yields every state that may follow.
+`STEPS` maps the position of a rank to its next step. `CODE` maps it to the text of the C++ source that the
+step represents; a test looks that up. A step yields every state that may follow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CODE: dict[str, tuple[str, ...]] = {}
 
 
 def step(at: str, *code: str):
-    """The step of a rank that stands at `at`, and what it is called in the code."""
+    """Register the step of a rank at position `at`, with its text in the C++ source."""
 
     def register(function: Callable[[Setting, State, int], Steps]):
         STEPS[at], CODE[at] = function, code
@@ -55,7 +55,7 @@ def moved(
 
 
 def woken(state: State, count: int) -> Steps:
-    """Every way to wake `count` sleepers of the bell."""
+    """Yield every way to wake `count` sleepers of the bell."""
     asleep = [r for r, rank in enumerate(state.ranks) if rank.asleep]
     if not asleep:
         yield state
@@ -67,15 +67,15 @@ def woken(state: State, count: int) -> Steps:
 
 
 def ring(state: State, count: int) -> Steps:
-    """Reducer::ring: the change of the bell, the look at the sleepers and the wake-up as one step.
+    """Reducer::ring: the change of the bell, the look at the sleepers and the wake-up, as one step.
 
-    One is enough: a rank that announces itself in between compares the bell before it sleeps.
+    One step is enough: a rank that announces itself in between compares the bell before it sleeps.
     """
     rung = state._replace(shared=state.shared._replace(bell=state.shared.bell + 1))
     yield from woken(rung, count) if state.shared.sleepers else [rung]
 
 
-def everybody(setting: Setting) -> int:
+def all_ranks(setting: Setting) -> int:
     return 1 if setting.mistake == "one is woken" else setting.ranks
 
 
@@ -95,7 +95,7 @@ def first_of(buckets: int) -> int:
     return (buckets & -buckets).bit_length() - 1
 
 
-# --- a backward pass ---
+# --- a backward ---
 
 
 @step("begin", "Reducer::begin_backward", "Reducer::check_usable")
@@ -110,7 +110,7 @@ def begin(setting: Setting, state: State, r: int) -> Steps:
 
 @step("mark", "Reducer::mark_ready", "kMarkReady", "kBeforePost")
 def mark(setting: Setting, state: State, r: int) -> Steps:
-    """The gradients of the next bucket are written; ranks make them in other orders."""
+    """The gradients of the next bucket are written; ranks write them in different orders."""
     rank = state.ranks[r]
     if state.shared.abort:
         yield moved(state, r, rank._replace(at="raised"))
@@ -153,7 +153,7 @@ def post(setting: Setting, state: State, r: int) -> Steps:
 
 @step("progress", "Reducer::progress", "arrived.load(std::memory_order_acquire)", "session_.is_over()")
 def progress(setting: Setting, state: State, r: int) -> Steps:
-    """Looks for a bucket that is complete, and at the abort word before each chunk."""
+    """Look for a complete bucket, and at the abort word before each chunk."""
     rank, shared = state.ranks[r], state.shared
     if not (shared.abort and setting.mistake != "goes on after the end"):
         for bucket, chunks in enumerate(setting.chunks):
@@ -199,7 +199,7 @@ def read(setting: Setting, state: State, r: int) -> Steps:
     for other, cells in enumerate(state.cells):
         owner = state.ranks[other]
         if is_given_up(owner) or state.shared.abort:
-            continue  # what is read is of no use: the count never becomes complete
+            continue  # the result is never used: the count never becomes complete
         if owner.number != rank.number or owner.at == "finished":
             raise Violation(f"rank {r} reads the memory of rank {other}, whose backward is over")
         if cells[i] != (GRADIENT, rank.number):
@@ -220,7 +220,7 @@ def with_cells(setting: Setting, state: State, r: int, what: str) -> Cells:
     rank = state.ranks[r]
     i = index_of(setting, rank.chunk)
     for other, owner in enumerate(state.ranks):
-        # Whoever raised has left its gradient buffer: what a continued rank writes there hurts nobody.
+        # A rank that raised has left its gradient buffer: later writes of a continued rank do no harm there.
         is_over = owner.at == "finished" or owner.number != rank.number
         if is_over and not is_given_up(owner):
             raise Violation(f"rank {r} writes into memory of rank {other}, whose backward is over")
@@ -237,7 +237,7 @@ def count(setting: Setting, state: State, r: int) -> Steps:
     )
     after = moved(state, r, counted, shared=shared)
     is_last = shared.chunks_done == rank.number * setting.total and setting.mistake != "no ring at the end"
-    yield from ring(after, everybody(setting)) if is_last else [after]
+    yield from ring(after, all_ranks(setting)) if is_last else [after]
 
 
 # --- its end ---
@@ -245,17 +245,19 @@ def count(setting: Setting, state: State, r: int) -> Steps:
 
 @step("end", "Reducer::finish", "kBeforeEnd", "bits[p / 64] |= uint64_t{1}", "own.status = status.pack();")
 def end(setting: Setting, state: State, r: int) -> Steps:
-    """Writes down what it left out; nobody reads that before all have ended."""
+    """Write down the buckets that were left out; no rank reads them before all have ended."""
     rank = state.ranks[r]
     if state.shared.abort:
         yield moved(state, r, rank._replace(at="raised"))
         return
     left_out, kind = left_out_by(setting, r, rank), backward_of(setting, rank)
-    telling = (rank.number, left_out, kind.finished != r)
-    told = replaced(state.told, r, replaced(state.told[r], place_of(setting, rank), telling))
-    allows = kind.is_allowed_by(r) or (kind.globally_unused and setting.mistake != "no zeros for nobody's")
-    at = "zeros" if left_out and allows else "tell"
-    yield moved(state._replace(told=told), r, rank._replace(at=at))
+    report = (rank.number, left_out, kind.finished != r)
+    reports = replaced(state.reports, r, replaced(state.reports[r], place_of(setting, rank), report))
+    allows = kind.is_allowed_by(r) or (
+        kind.globally_unused and setting.mistake != "no zeros for globally unused"
+    )
+    at = "zeros" if left_out and allows else "add flags"
+    yield moved(state._replace(reports=reports), r, rank._replace(at=at))
 
 
 def place_of(setting: Setting, rank: Rank) -> int:
@@ -264,17 +266,17 @@ def place_of(setting: Setting, rank: Rank) -> int:
 
 @step("zeros", "Reducer::add_unused", "memset(gradient_buffer() + offset")
 def zeros(setting: Setting, state: State, r: int) -> Steps:
-    """Buckets that the rank left out and that may be complete all the same."""
+    """Post zeros for buckets that the rank left out and that other ranks may complete."""
     rank = state.ranks[r]
     missing = left_out_by(setting, r, rank) & ~rank.posted
     if missing:
         yield with_gradient(setting, state, r, first_of(missing), then="zeros")
     else:
-        yield moved(state, r, rank._replace(at="tell"))
+        yield moved(state, r, rank._replace(at="add flags"))
 
 
-@step("tell", "flags |= kBackwardUnusedRefused", "flags.fetch_or(flags, std::memory_order_relaxed)")
-def tell(setting: Setting, state: State, r: int) -> Steps:
+@step("add flags", "flags |= kBackwardUnusedRefused", "flags.fetch_or(flags, std::memory_order_relaxed)")
+def add_flags(setting: Setting, state: State, r: int) -> Steps:
     rank, shared = state.ranks[r], state.shared
     if setting.mistake == "compares too early":
         list(compare(setting, state, r))
@@ -299,11 +301,11 @@ def count_end(setting: Setting, state: State, r: int) -> Steps:
 
 @step("publish", "verdict.store(", "count_up(shared.ended_backward, backward_)")
 def publish(setting: Setting, state: State, r: int) -> Steps:
-    """The last to end decides, unless somebody has given the backward up."""
+    """The last rank to end publishes the verdict, unless a rank has given the backward up."""
     rank, shared = state.ranks[r], state.shared
     if not shared.ended_poisoned:
         shared = shared._replace(flags=0, verdict=shared.flags, ended_backward=rank.number)
-    yield from ring(moved(state, r, rank._replace(at="announce"), shared=shared), everybody(setting))
+    yield from ring(moved(state, r, rank._replace(at="announce"), shared=shared), all_ranks(setting))
 
 
 @step("go on", "kAfterEnd", "(verdict & kBackwardUnusedRefused) != 0 && allow_globally_unused")
@@ -316,15 +318,15 @@ def go_on(setting: Setting, state: State, r: int) -> Steps:
     elif backward_of(setting, rank).globally_unused:
         yield moved(state, r, rank._replace(at="compare"))
     else:
-        yield moved(state, r, rank._replace(at="meet", awaits="void"))
+        yield moved(state, r, rank._replace(at="restart", awaits="void"))
 
 
 @step("compare", "Reducer::is_unused_alike", ".finished) continue", "restart_without_reduction()")
 def compare(setting: Setting, state: State, r: int) -> Steps:
-    """Nobody has used what this rank has not, or the backward is void."""
+    """If the ranks left different buckets out, the backward is void."""
     rank = state.ranks[r]
     left_out: set[int] = set()
-    for other, places in enumerate(state.told):
+    for other, places in enumerate(state.reports):
         number, buckets, has_data = places[place_of(setting, rank)]
         if number != rank.number:
             raise Violation(
@@ -335,16 +337,16 @@ def compare(setting: Setting, state: State, r: int) -> Steps:
     if len(left_out) <= 1:
         yield moved(state, r, rank._replace(at="announce", awaits="means"))
     else:
-        yield moved(state, r, rank._replace(at="meet", awaits="void"))
+        yield moved(state, r, rank._replace(at="restart", awaits="void"))
 
 
-@step("meet", "Reducer::restart_without_reduction", "count_up(shared.restarted, target)")
-def meet(setting: Setting, state: State, r: int) -> Steps:
+@step("restart", "Reducer::restart_without_reduction", "count_up(shared.restarted, target)")
+def restart(setting: Setting, state: State, r: int) -> Steps:
     rank, shared = state.ranks[r], state.shared
     shared = shared._replace(restarted=shared.restarted + 1)
     after = moved(state, r, rank._replace(at="announce"), shared=shared)
     is_last = shared.restarted == target_of(setting, rank)
-    yield from ring(after, everybody(setting)) if is_last else [after]
+    yield from ring(after, all_ranks(setting)) if is_last else [after]
 
 
 def target_of(setting: Setting, rank: Rank) -> int:
@@ -353,7 +355,7 @@ def target_of(setting: Setting, rank: Rank) -> int:
 
 @step("reset", "chunks_done.store(", "arrived.store(")
 def reset(setting: Setting, state: State, r: int) -> Steps:
-    """Rank 0 brings the counters to where the backward would have ended."""
+    """Rank 0 sets the counters to their values at the end of the backward."""
     rank, shared = state.ranks[r], state.shared
     if r == 0 and setting.mistake != "no reset":
         buckets = len(setting.chunks)
@@ -362,7 +364,7 @@ def reset(setting: Setting, state: State, r: int) -> Steps:
             claim=((rank.number, 99),) * buckets,
             chunks_done=rank.number * setting.total,
         )
-    yield moved(state, r, rank._replace(at="meet", awaits="reset"), shared=shared)
+    yield moved(state, r, rank._replace(at="restart", awaits="reset"), shared=shared)
 
 
 @step("return", "Reducer::copy_back", "finished_backwards_ = backward_")
@@ -446,7 +448,7 @@ def stop_waiting(setting: Setting, state: State, r: int) -> Steps:
 
 @step("give up", "fail_from_abort", "bool settle(", "seen | kPoison")
 def give_up(setting: Setting, state: State, r: int) -> Steps:
-    """One atomic decides for all whether the backward is good: it is complete, or it is poisoned."""
+    """One atomic decides for all ranks whether the backward is good: it is complete, or it is poisoned."""
     rank, shared = state.ranks[r], state.shared
     if rank.awaits == "ended":
         is_complete = shared.ended_backward >= rank.number
@@ -462,7 +464,7 @@ def give_up(setting: Setting, state: State, r: int) -> Steps:
     yield moved(state, r, raised, shared=shared._replace(sleepers=shared.sleepers - 1))
 
 
-# --- what happens to a rank ---
+# --- faults and departures of a rank ---
 
 
 @step("leave", "Session::close", "departures.fetch_add(1, std::memory_order_seq_cst)")
@@ -472,13 +474,13 @@ def leave(setting: Setting, state: State, r: int) -> Steps:
 
 
 def end_group(state: State) -> State:
-    """abort_group: the word is set and every waiter woken."""
+    """abort_group: set the abort word and wake every waiter."""
     (after,) = woken(state._replace(shared=state.shared._replace(abort=True)), len(state.ranks))
     return after
 
 
 def from_outside(setting: Setting, state: State) -> Steps:
-    """A death, a liveness thread that notices it, and a deadline."""
+    """A death, the liveness thread that notices it, and a deadline."""
     shared = state.shared
     for r, rank in enumerate(state.ranks):
         if rank.at in OVER:

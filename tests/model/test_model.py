@@ -1,4 +1,4 @@
-"""The protocol holds in every state that 2 ranks reach; mistakes in it are found; its steps are the code's.
+"""The protocol holds in every state that 2 ranks reach; mistakes in it are found; its steps match the code.
 
 `make model` searches the larger settings.
 """
@@ -20,7 +20,7 @@ SOURCES = ("cpp/core", "cpp/collectives", "cpp/reducer")
 TWICE = (PLAIN, PLAIN)
 VOID = Backward(left_out=(1,))
 GLOBALLY_UNUSED = Backward(left_out=(0, 1), globally_unused=True)
-SOMEBODYS = Backward(left_out=(1,), globally_unused=True)
+USED_BY_ONE = Backward(left_out=(1,), globally_unused=True)
 GLOBALLY_UNUSED_FINISHED = Backward(left_out=(1,), globally_unused=True, finished=0)
 
 
@@ -40,12 +40,12 @@ GLOBALLY_UNUSED_FINISHED = Backward(left_out=(1,), globally_unused=True, finishe
         pytest.param(
             Setting(2, (1, 1), (Backward((0, 1), (0, 1)), Backward((0, 1), (0,)))), id="frozen-on-one-rank"
         ),
-        pytest.param(Setting(2, (1, 1), (GLOBALLY_UNUSED, SOMEBODYS, PLAIN)), id="globally_unused"),
+        pytest.param(Setting(2, (1, 1), (GLOBALLY_UNUSED, USED_BY_ONE, PLAIN)), id="globally_unused"),
         pytest.param(
             Setting(2, (1, 1), (GLOBALLY_UNUSED_FINISHED, GLOBALLY_UNUSED)), id="globally-unused-without-data"
         ),
         pytest.param(
-            Setting(2, (1,), (GLOBALLY_UNUSED, SOMEBODYS), deadlines=1), id="globally-unused-deadline"
+            Setting(2, (1,), (GLOBALLY_UNUSED, USED_BY_ONE), deadlines=1), id="globally-unused-deadline"
         ),
     ],
 )
@@ -62,8 +62,8 @@ def test_the_protocol_holds(setting):
         (Setting(2, (2, 1), (VOID, PLAIN), mistake="no reset"), "deadlock"),
         (Setting(2, (2,), deadlines=1, mistake="each decides alone"), "survivors disagree"),
         (Setting(2, (2, 2), deadlines=1, mistake="goes on after the end"), "goes on reducing"),
-        (Setting(2, (1, 1), (GLOBALLY_UNUSED,), mistake="no zeros for nobody's"), "deadlock"),
-        (Setting(2, (1, 1), (SOMEBODYS,), mistake="decides by its own flags"), "backward 1 good"),
+        (Setting(2, (1, 1), (GLOBALLY_UNUSED,), mistake="no zeros for globally unused"), "deadlock"),
+        (Setting(2, (1, 1), (USED_BY_ONE,), mistake="decides by its own flags"), "backward 1 good"),
         (
             Setting(2, (1, 1), (GLOBALLY_UNUSED_FINISHED,), mistake="ranks without data count"),
             "backward 1 void",
@@ -101,7 +101,7 @@ def test_each_step_stands_for_code_that_exists():
 
 
 def test_every_point_of_a_backward_is_a_step():
-    """A new labelled point of the reducer must be thought of here too."""
+    """A new labelled point of the reducer needs a step here."""
     reducer = "\n".join(path.read_text() for path in sorted((ROOT / "cpp/reducer").glob("*.cc")))
     points = {part.split(")")[0].strip() for part in reducer.split("fault_point(Point::")[1:]}
     assert points <= {words for code in CODE.values() for words in code}
