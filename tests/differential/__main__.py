@@ -25,7 +25,7 @@ from tests.differential.session import Finding, Session, in_every_mode
 
 
 def main() -> int:
-    """Exit status 1: there are findings."""
+    """Run the command line; the exit status is 1 if there are findings."""
     arguments = _arguments()
     frontend = importlib.import_module(f"tests.differential.{arguments.framework}_frontend")
     if arguments.program is not None or arguments.seed is not None:
@@ -46,7 +46,7 @@ def main() -> int:
         seeds,
         jobs=arguments.jobs,
         until_s=until_s,
-        report=_tell,
+        report=_print_finding,
         shrink_s=arguments.shrink_seconds,
         every_mode=arguments.every_mode,
     )
@@ -81,7 +81,7 @@ def _one(frontend: Any, program: Program, arguments: argparse.Namespace) -> int:
 
 
 def _corpus(frontend: Any, arguments: argparse.Namespace) -> int:
-    """Every program that has found a bug, in the modes in which it did."""
+    """Run every program that has found a bug, in the modes in which it did."""
     found = 0
     with Session(frontend, arguments.mutation, arguments.deadline) as session:
         for name, program in frontend.CORPUS.items():
@@ -89,14 +89,14 @@ def _corpus(frontend: Any, arguments: argparse.Namespace) -> int:
                 verdict = session.check(program, mode)
                 is_open = name in frontend.OPEN
                 found += verdict.is_finding and not is_open
-                told = " (known, and open)" if is_open else ""
-                print(f"{name}, {mode}: {verdict.kind} {verdict.error}{told}", flush=True)
+                note = " (known, and open)" if is_open else ""
+                print(f"{name}, {mode}: {verdict.kind} {verdict.error}{note}", flush=True)
                 if verdict.is_finding and not is_open:
                     print(f"at op {verdict.at}\n{verdict.text}\n{show(program)}\n")
     return 1 if found else 0
 
 
-def _tell(finding: Finding) -> None:
+def _print_finding(finding: Finding) -> None:
     print(f"\n=== {finding}\n{json.dumps(finding.program)}", flush=True)
 
 

@@ -1,18 +1,18 @@
-"""Generated programs whose forwards write and read buffers, beside torch's own DDP.
+"""Generated programs whose forwards write and read buffers, compared with torch's own DDP.
 
-    make fuzz WHAT=buffers SEEDS=0:200
+make fuzz WHAT=buffers SEEDS=0:200
 
-A buffer that some ranks alone write between two steps is an error on every rank. What a forward writes is
-none, however it does it: in place, by reassigning, through `.data`, an index or `out=`, with and without
-gradients, in training and in evaluation; the whole of a buffer or a part of a larger one. So no program here
-may raise or warn but where its last operation writes on some ranks only, the framework being told or not:
-then all ranks raise. Gradients, and rank 0's buffers, must be those of torch's class. It broadcasts buffers
-at the start of each forward, and Paceline after each backward, so gradients are compared where one forward
-follows one backward. They are not where ranks have other values in between: after evaluations that write,
-uneven data, and forwards of another wrapped model with the same layers.
+If only some ranks write a buffer between two steps, every rank must raise. A write by a forward is no error,
+however it is done: in place, by reassigning, through `.data`, an index or `out=`, with and without gradients,
+in training and in evaluation; the whole of a buffer or a slice of a larger one. So the only programs here
+that may raise or warn are those whose last operation writes on some ranks only, whether the framework can see
+the write or not: then all ranks raise. Gradients, and rank 0's buffers, must equal those of torch's class. It
+broadcasts buffers at the start of each forward, and Paceline after each backward, so gradients are compared
+only if one forward follows one backward. They are not compared while ranks have other values in between:
+after evaluations that write, uneven data, and forwards of another wrapped model with the same layers.
 
 Paddle's class leaves buffers to each rank, so a write on some ranks only is a warning there. The programs of
-Paddle, in `buffers_paddle.py`, go on behind it, beside both ranks in one process.
+Paddle, in `buffers_paddle.py`, continue after it, and are compared with both ranks in one process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.harness import run_ranks
 FRAMEWORKS = ("torch", "paddle")
 WIDTH = 3
 LARGE, PLACE = 200, 40
-"""Size of a larger buffer, and where in it the mean lies: not among the bytes that a glance sees."""
+"""The size of a larger buffer, and the position of the mean in it: no quick check samples these bytes."""
 LR = 0.05
 WAYS = ("in place", "reassigned", "data", "index", "out", "set", "twice", "detached")
 APART = ("train", "train", "other", "uneven")
-"""After these ranks have other values than under torch's class."""
+"""After these the ranks' values differ from those under torch's class."""
 Seen = list[tuple[str, list[np.ndarray | None]]]
-"""After each operation: what is seen, and its values."""
+"""One entry after each operation: the kind of values, and the values."""
 
 
 def generate(seed: int, framework: str = "torch") -> Program:
@@ -71,7 +71,7 @@ def generate(seed: int, framework: str = "torch") -> Program:
     for _ in range(random_.randint(3, 10)):
         op: dict[str, Any] = {"op": random_.choice(kinds)}
         if (op["op"] == "load" and is_apart) or (op["op"] == "inner" and writes_in_eval):
-            op["op"] = "write"  # else the program itself would write other values on each rank
+            op["op"] = "write"  # otherwise the program itself would write other values on each rank
         if op["op"] in ("evaluate", "inner"):
             op |= {"who": random_.choice(["all", "rank 0"]), "with_grad": random_.random() < 0.4}
         if op["op"] == "uneven":
@@ -79,7 +79,7 @@ def generate(seed: int, framework: str = "torch") -> Program:
         if op["op"] not in ("inner", "load"):
             is_apart = op["op"] == "train" or (op["op"] == "evaluate" and writes_in_eval)
         ops.append(op)
-    # By another generator, so that a seed makes the program that it made before one rank could load alone.
+    # From another generator, so that a seed makes the same program as before one rank could load alone.
     loads = random.Random(f"loads {seed}")
     for op in ops:
         if op["op"] == "load":
@@ -91,8 +91,8 @@ def generate(seed: int, framework: str = "torch") -> Program:
     }
     if framework == "paddle":
         _for_paddle(ops, options, random.Random(f"paddle {seed}"))
-    ends_apart = random_.choice([None, None, 0, 1])  # the rank that alone writes at last
-    if all(layer.get("reads") in (None, "never") for layer in layers):  # what no training reads may differ
+    ends_apart = random_.choice([None, None, 0, 1])  # the rank that alone makes the last write
+    if all(layer.get("reads") in (None, "never") for layer in layers):  # no training reads these
         ends_apart = None
     return {
         "seed": seed,
@@ -101,13 +101,13 @@ def generate(seed: int, framework: str = "torch") -> Program:
         "options": options,
         "ends_apart": ends_apart,
         "ends_with_evaluation": random_.random() < 0.3,
-        # By another generator, as above.
+        # From another generator, as above.
         **_large(layers, random.Random(f"large {seed}")),
     }
 
 
 def _large(layers: list[dict[str, Any]], random_: random.Random) -> dict[str, Any]:
-    """Let means be parts of larger buffers, which are written at last without the framework's notice."""
+    """Make means slices of larger buffers, and make the last write invisible to the framework."""
     for layer in layers:
         if layer["kind"] == "writer" and random_.random() < 0.4:
             layer["is_large"] = True
@@ -115,9 +115,9 @@ def _large(layers: list[dict[str, Any]], random_: random.Random) -> dict[str, An
 
 
 def _for_paddle(ops: list[dict[str, Any]], options: dict[str, Any], random_: random.Random) -> None:
-    """Let some ranks alone write in the middle, too, which Paddle's class allows."""
+    """Make some ranks write alone in the middle, too, which Paddle's class allows."""
     for number, op in enumerate(ops):
-        if op["op"] in ("other", "uneven"):  # the fuzzer of one backward has these
+        if op["op"] in ("other", "uneven"):  # the fuzzer of one backward covers these
             ops[number] = {"op": "step"}
     if random_.random() < 0.4:
         for _ in range(random_.randint(1, 3)):
@@ -125,7 +125,7 @@ def _for_paddle(ops: list[dict[str, Any]], options: dict[str, Any], random_: ran
 
 
 class Writer(nn.Module):
-    """Adds a running mean to what it gets, and counts its calls."""
+    """Adds a running mean to its input, and counts its calls."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def network(program: Program) -> nn.Sequential:
 
 
 def run(rank: int, program: Program, is_torchs: bool) -> Seen:
-    """What this rank has seen, under torch's class or ours."""
+    """The values that this rank sees, under torch's class or Paceline's."""
     from paceline.errors import ReplicasDifferError
     from paceline.torch import DistributedDataParallel
 
@@ -228,7 +228,7 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
         elif what == "write":
             for buffer in net.buffers():
                 buffer.fill_(2)
-        elif op["who"] in ("all", f"rank {rank}"):  # the values that it has, which are those of all ranks
+        elif op["who"] in ("all", f"rank {rank}"):  # its present values, which are the same on all ranks
             net.load_state_dict(copy.deepcopy(net.state_dict()), strict=False)
         if rank == 0:
             seen.append(("buffers", [_array(buffer) for buffer in net.buffers()]))
@@ -287,14 +287,15 @@ def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
 
 
 def check(program: Program, framework: str = "torch") -> str:
-    """What is wrong; empty: nothing."""
+    """The differences, in words; empty: none."""
     if framework == "paddle":
         return _check_paddle(program)
     ours, theirs = (
         run_ranks(run, 2, {"program": program, "is_torchs": is_torchs}, group="gloo")
         for is_torchs in (False, True)
     )
-    # After evaluations that write, torch's ranks have rank 0's buffers, and ours their own up to a backward.
+    # After evaluations that write, torch's ranks have rank 0's buffers; Paceline's keep their own until a
+    # backward.
     is_compared = not any(layer.get("in_eval") for layer in program["layers"])
     is_compared &= not any(op["op"] in APART for op in program["ops"])
     for rank, (seen, wanted) in enumerate(zip(ours, theirs, strict=True)):

@@ -22,12 +22,12 @@ from tests.multiprocess.paddle_models import join_paddle
 WIDTH = 3
 LR = 0.05
 Seen = list[tuple[str, list[np.ndarray | None]]]
-"""After each operation: what is seen, and its values."""
+"""One entry after each operation: the kind of values, and the values."""
 WARNED = "a warning"
 
 
 class Writer(nn.Layer):
-    """Adds a running mean to what it gets, and counts its calls."""
+    """Adds a running mean to its input, and counts its calls."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def network(program: Program) -> nn.Sequential:
 
 
 def buffers_of(net: nn.Layer) -> list[paddle.Tensor]:
-    """Buffers, and running statistics, which are parameters."""
+    """Buffers, and running statistics, which are parameters in Paddle."""
     norms = [layer for layer in net if isinstance(layer, nn.BatchNorm1D)]
     return [each for norm in norms for each in (norm._mean, norm._variance)] + list(net.buffers())
 
@@ -92,7 +92,7 @@ class Rank:
 
     Args:
         rank: Its number.
-        program: As `buffers.generate` makes it.
+        program: A result of `buffers.generate`.
         wrap: Wraps a model; None: in one process, where means and buffers are exchanged between two steps.
     """
 
@@ -152,7 +152,7 @@ class Rank:
             elif what == "apart":
                 for buffer in self.net.buffers() if self.rank == op["who"] else ():
                     buffer.add_(paddle.ones_like(buffer))
-            elif op["who"] in ("all", f"rank {self.rank}"):  # the values that it has
+            elif op["who"] in ("all", f"rank {self.rank}"):  # its present values
                 self.net.set_state_dict(copy.deepcopy(self.net.state_dict()))
             self.seen.append(("buffers", [_array(buffer) for buffer in buffers_of(self.net)]))
 
@@ -165,7 +165,7 @@ class Rank:
 
 
 def run(rank: int, program: Program) -> Seen:
-    """What this rank has seen under Paceline; at last whether it was warned."""
+    """The values that this rank sees under Paceline; at the end whether it was warned."""
     from paceline.paddle import DataParallel
 
     join_paddle(rank)
@@ -174,14 +174,14 @@ def run(rank: int, program: Program) -> Seen:
         one = Rank(rank, program, lambda net: DataParallel(net, **program["options"]))
         for _ in one.run():
             pass
-    told = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
-    if any("was written between two steps" in text for text in told):
+    messages = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+    if any("was written between two steps" in text for text in messages):
         one.seen.append((WARNED, []))
     return one.seen
 
 
 def run_alone(rank: int, program: Program) -> list[Seen]:
-    """What both ranks see where means, and rank 0's buffers, are exchanged by hand."""
+    """The values of both ranks if means, and rank 0's buffers, are exchanged by hand."""
     both = [Rank(number, program, None) for number in range(2)]
     for _ in zip(*(one.run() for one in both), strict=True):
         for pair in zip(*(trained(one.net) for one in both), strict=True):

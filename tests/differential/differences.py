@@ -1,6 +1,6 @@
-"""What a framework's own wrapper may do otherwise depends on the order of forwards and backwards.
+"""Differences of a framework's own wrapper that depend on the order of forwards and backwards.
 
-Knows no framework; torch_differences.py and paddle_differences.py have the tables.
+Independent of the framework; torch_differences.py and paddle_differences.py have the tables.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ A_FORWARD_INSIDE = "a forward in no_sync(), whose backward comes before that of 
 
 
 def until(program: Program, at: str) -> Program:
-    """The program as far as the op of its outermost list in which the op of this label is.
+    """The program up to the op of its outermost list that contains the op of this label.
 
     Args:
-        program: That ran.
-        at: The label, as records have it ("3.1#2 model 0"); empty: that of no op, so the whole program.
+        program: The program that ran.
+        at: The label, as records have it ("3.1#2 model 0"). For an unknown label: the whole program.
     """
     number = at.partition(" ")[0].partition("#")[0].partition(".")[0]
     return {**program, "ops": program["ops"][: int(number) + 1]} if number else program
 
 
 def orders_of(program: Program) -> set[str]:
-    """What only the order of ops tells: the three names above."""
+    """The features that follow from the order of ops alone: the three names above."""
     found: set[str] = set()
     models: dict[str, int] = {}  # of each loss
     is_local: dict[str, bool] = {}

@@ -1,10 +1,10 @@
-"""The command line of a generator: which seeds, which framework, and what is said of a program that fails.
+"""The command line of a generator: the seeds, the framework, and the report on a program that fails.
 
-    python -m tests.differential.kept_errors --framework paddle --seeds 0:200 --minutes 10
-    python -m tests.differential.kept_errors --seed 17                  # one program, shown in full
-    python -m tests.differential.kept_errors --program found.json       # one that a report printed
+python -m tests.differential.kept_errors --framework paddle --seeds 0:200 --minutes 10
+python -m tests.differential.kept_errors --seed 17                  # one program, shown in full
+python -m tests.differential.kept_errors --program found.json       # one that a report printed
 
-`make fuzz WHAT=kept_errors` is the same for the name of any generator.
+`make fuzz WHAT=kept_errors` does the same; it accepts the name of any generator.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Protocol
 from tests.differential.programs import Program
 
 Check = Callable[[Program], str]
-"""What is wrong with a program; empty: nothing. What it raises is wrong, too."""
+"""Returns the failure of a program, in words; empty: none. An exception is a failure, too."""
 
 
 class Generator(Protocol):
-    """What a module of generated programs has."""
+    """The contents of a module of generated programs."""
 
     FRAMEWORKS: tuple[str, ...]
 
@@ -37,13 +37,13 @@ class Generator(Protocol):
 
 
 def seeds_of(text: str) -> Iterable[int]:
-    """Of a range as it is written: "0:200"; or "0:", which has no end."""
+    """The seeds of a range such as "0:200", or "0:", which has no end."""
     first, _, last = text.partition(":")
     return range(int(first or 0), int(last)) if last else itertools.count(int(first or 0))
 
 
 def main(generator: Generator) -> int:
-    """Check the programs that the command line asks for. Exit status 1: something is wrong with one."""
+    """Check the programs that the command line asks for. Exit status 1: at least one failed."""
     arguments = _arguments(generator)
     is_one = arguments.seed is not None or arguments.program is not None
     seeds = seeds_of(arguments.seeds) if arguments.seed is None else [arguments.seed]
@@ -58,12 +58,12 @@ def main(generator: Generator) -> int:
         for program in programs:
             try:
                 text = check(program)
-            except Exception as error:  # of a rank, as the harness tells it
+            except Exception as error:  # an error of a rank, as the harness raises it
                 text = str(error) or repr(error)
             num_checked += 1
             if text or is_one:
-                told = [generator.show(program), text or "nothing is wrong", json.dumps(program)]
-                print(f"=== seed {program.get('seed')}", *told, sep="\n", flush=True)
+                parts = [generator.show(program), text or "nothing is wrong", json.dumps(program)]
+                print(f"=== seed {program.get('seed')}", *parts, sep="\n", flush=True)
             num_found += bool(text)
             if time.monotonic() > until_s:
                 break
@@ -72,7 +72,7 @@ def main(generator: Generator) -> int:
 
 
 def plainly(check: Callable[[Program, str], str], framework: str) -> AbstractContextManager[Check]:
-    """A check that keeps nothing between two programs."""
+    """A check that keeps no state between two programs."""
     return nullcontext(lambda program: check(program, framework))
 
 

@@ -1,15 +1,15 @@
-"""Generated programs whose models exchange gradients between ranks, beside one process with the whole batch.
+"""Generated programs whose models exchange gradients, compared with one process for the whole batch.
 
-    make fuzz WHAT=exchanges FRAMEWORK=paddle SEEDS=0:200
+make fuzz WHAT=exchanges FRAMEWORK=paddle SEEDS=0:200
 
 The fuzzer of one backward (the rest of this folder) runs its reference one rank after the other, so no
 forward of it may need other ranks. Here every model has norms over all ranks, or a loss that gathers their
-outputs. Ranks have batches of different sizes, some empty; steps have micro-batches, and weights that are
-given in several ways; norms are recomputed, lie outside of the wrapper or in the second of two; inputs need a
-gradient on some ranks only; a layer exchanges without weights in some steps, and nothing in others, in a
-graph of as many nodes. The second of two models is frozen in some steps, so that its forward is given no
-weight. In float64, after each step, gradients must be those of one process, or every rank has
-refused what the documentation says is refused.
+outputs. Ranks have batches of different sizes, some empty. Steps have micro-batches, and weights that are
+given in several ways. Norms are recomputed, lie outside of the wrapper or in the second of two. Inputs need a
+gradient on some ranks only. A layer exchanges without weights in some steps, and not at all in others, in a
+graph with the same number of nodes. The second of two models is frozen in some steps, so that its forward is
+given no weight. In float64, after each step, gradients must equal those of one process, or every rank must
+have refused a step that the documentation says is refused.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def generate(seed: int, framework: str) -> Program:
     gathers = rng.random() < 0.2
     if not gathers and not any(layer["kind"] == "norm" for layer in layers):
         layers.append({"kind": "norm", "affine": True, "recomputed": None})
-    if layers[0]["kind"] == "linear" and rng.random() < 0.25:  # in front of it nothing needs a gradient
+    if layers[0]["kind"] == "linear" and rng.random() < 0.25:  # no layer before it needs a gradient
         layers.insert(rng.randint(1, len(layers)), {"kind": "mix"})
     layers.append({"kind": "linear"})
     outside = []
-    if rng.random() < 0.25:  # nobody averages it, so it has no parameters
+    if rng.random() < 0.25:  # its gradients would not be averaged, so it has no parameters
         outside = [{"kind": "norm", "affine": False, "recomputed": None}, {"kind": "tanh"}]
     program: Program = {"seed": seed, "ranks": ranks, "layers": layers, "outside": outside}
     program["path"] = rng.choice(["memory", "group"]) if framework == "torch" else "memory"
@@ -69,7 +69,7 @@ def generate(seed: int, framework: str) -> Program:
         program["cut"] = None
     program["by_function"] = rng.random() < 0.2
     program["steps"] = [_step(rng, program, framework, gathers) for _ in range(rng.randint(1, 4))]
-    # By another generator, so that a seed makes the program that it made before models were frozen.
+    # From another generator, so that a seed makes the same program as before models were frozen.
     freezing = random.Random(f"freezing {seed}")
     if program["cut"] and program["by_function"] and freezing.random() < 0.7:
         for step in program["steps"]:
@@ -115,21 +115,21 @@ def _step(rng: random.Random, program: Program, framework: str, gathers: bool) -
         micros.append({"sizes": sizes, "weights": weights})
     needs = [rng.random() < 0.5 for _ in range(ranks)]
     if loss == "penalty" or any(layer.get("recomputed") for layer in program["layers"]):
-        needs = [True] * ranks  # reentrant recomputation asks for it
+        needs = [True] * ranks  # reentrant recomputation needs it
     if framework == "paddle" and any(0 in micro["sizes"] for micro in micros):
-        needs = [True] * ranks  # Paddle's own Linear fails where an empty input needs none
+        needs = [True] * ranks  # Paddle's own Linear fails if an empty input needs no gradient
     mixes = _mixes(layers) and rng.random() < 0.5
     return {"loss": loss, "mixes": mixes, "given": rng.choice(HOWS), "needs": needs, "micros": micros}
 
 
 def expected_refusal(program: Program, step: dict[str, Any]) -> list[str]:
-    """Words of the errors of which every rank must raise one in this step; empty: none."""
+    """Texts of the errors of which every rank must raise one in this step; empty: none."""
     expected = []
     given = [micro["weights"] for micro in step["micros"] if micro["weights"] is not None]
     if (step["loss"] == "gather" or step["mixes"]) and any(len(set(weights)) > 1 for weights in given):
         expected.append("exchanges gradients between ranks")
     layers = [*program["layers"], *program["outside"]]
-    # The backward of a norm exchanges only where the gradient of its input is needed.
+    # The backward of a norm exchanges only if the gradient of its input is needed.
     exchanging = [
         n
         for n, layer in enumerate(layers)
@@ -146,9 +146,9 @@ def expected_refusal(program: Program, step: dict[str, Any]) -> list[str]:
 
 
 def coefficients(step: dict[str, Any], ranks: int) -> list[list[float]]:
-    """What each loss counts in the gradient, by micro-batch and rank."""
+    """The factor of each loss in the gradient, by micro-batch and rank."""
     given = [micro["weights"] for micro in step["micros"]]
-    if given[0] is None:  # micro-batches are added up, and the mean is that over ranks
+    if given[0] is None:  # micro-batches are added up, and the sum is averaged over ranks
         return [[1.0 / ranks] * ranks for _ in given]
     total = sum(map(sum, given))
     return [[weight / total if total else 0.0 for weight in weights] for weights in given]
@@ -167,14 +167,14 @@ def values(program: Program) -> list[np.ndarray[Any, Any]]:
 
 
 def batch(program: Program, step: int, micro: int) -> list[np.ndarray[Any, Any]]:
-    """The parts of all ranks."""
+    """The batches of all ranks."""
     sizes = program["steps"][step]["micros"][micro]["sizes"]
     numbers = np.random.default_rng([program["seed"], step, micro])
     return np.split(numbers.standard_normal((sum(sizes), WIDTH)), np.cumsum(sizes)[:-1])
 
 
 def framework_of(name: str) -> Any:
-    """The module that makes and runs models with this framework: `exchanges_torch`, `exchanges_paddle`."""
+    """The module that makes and runs models with this framework: `exchanges_torch` or `exchanges_paddle`."""
     return importlib.import_module(f"tests.differential.exchanges_{name}")
 
 
@@ -229,7 +229,7 @@ class Session:
             world.close()
 
     def check(self, program: Program) -> str:
-        """What differs; empty: nothing."""
+        """The differences, in words; empty: none."""
         size = program["ranks"]
         world = self._worlds.setdefault(size, World(make_rank(self._framework), size, DEADLINE_S))
         answers: list[Any] = world.run(program, {})
@@ -250,7 +250,7 @@ def _difference(found: Outcome, expected: Outcome, refusals: list[str]) -> str:
     if refusals or found[0] == "refused":
         is_right = found[0] == "refused" and any(words in found[1] for words in refusals)
         return "" if is_right else f"{found[0]} {found[1] if found[0] == 'refused' else ''}, not {refusals}"
-    # A bias in front of a norm has no gradient: what is there are differences of large numbers.
+    # A bias before a norm has no gradient: its computed gradient is a difference of large numbers.
     largest = max(np.abs(right).max() for right in expected[1])
     for index, (value, right) in enumerate(zip(found[1], expected[1], strict=True)):
         if not np.allclose(value, right, rtol=1e-6, atol=1e-8 * (1 + largest)):
@@ -265,7 +265,7 @@ def show(program: Program) -> str:
 
 @contextlib.contextmanager
 def checking(framework: str) -> Iterator[Check]:
-    """Ranks of this framework live from one program to the next."""
+    """A check whose ranks live from one program to the next."""
     framework_of(framework)  # before any rank is forked
     session = Session(framework)
     try:

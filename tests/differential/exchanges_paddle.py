@@ -49,7 +49,7 @@ class Net(nn.Layer):
 
 
 class Mix(nn.Layer):
-    """Adds something of all ranks' rows.
+    """Adds a function of all ranks' rows.
 
     Attributes:
         sum: A function of the sum of the rows.
@@ -86,7 +86,7 @@ def _trained(layers: list[nn.Layer]) -> list[Any]:
 
 
 def _nets(program: Program) -> tuple[list[Net], Net]:
-    """Those that are wrapped, with their values, and the one that is not."""
+    """The models that are wrapped, with their values, and the one that is not."""
     paddle.set_default_dtype("float64")
     layers, cut = program["layers"], program["cut"]
     nets = [Net(layers)] if cut is None else [Net(layers[:cut]), Net(layers[cut:])]

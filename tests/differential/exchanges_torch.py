@@ -58,7 +58,7 @@ def _layer(spec: dict[str, Any]) -> nn.Module:
 
 
 def _nets(program: Program) -> tuple[list[Net], Net]:
-    """Those that are wrapped, with their values, and the one that is not."""
+    """The models that are wrapped, with their values, and the one that is not."""
     layers, cut = program["layers"], program["cut"]
     nets = [Net(layers)] if cut is None else [Net(layers[:cut]), Net(layers[cut:])]
     parameters = [parameter for net in nets for parameter in net.parameters()]
@@ -93,7 +93,7 @@ class _Nothing(torch.autograd.Function):
 
 
 class Mix(nn.Module):
-    """Adds something of all ranks' rows.
+    """Adds a function of all ranks' rows.
 
     Attributes:
         sum: A function of the sum of the rows.

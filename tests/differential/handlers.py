@@ -1,14 +1,14 @@
-"""Generated programs in which a signal handler raises on one rank, and the script goes on.
+"""Generated programs in which a signal handler raises on one rank, and the script continues.
 
-    make fuzz WHAT=handlers SEEDS=0:100 FRAMEWORK=paddle
+make fuzz WHAT=handlers SEEDS=0:100 FRAMEWORK=paddle
 
-The handler comes at a chosen line of Paceline that this rank executes within `backward()` or within
-`optimizer.step()`, so a trial is the same in every run. Right is one of two things: every rank raises, at
-once; or all ranks have made the same steps. Where the rank has missed a step, that is the first; but where it
-was in the middle of its backward, the others raise in theirs, once, and all go on with the next step. Before
-the first gradient the exception cannot be told from a forward without a backward, and all raise. Some scripts
+The handler runs at a chosen line of Paceline that this rank executes within `backward()` or within
+`optimizer.step()`, so a trial is the same in every run. Two results are right: every rank raises, at once; or
+all ranks have made the same steps. If the rank has missed a step, every rank must raise. But if it was in the
+middle of its backward, the others raise in theirs, once, and all continue with the next step. Before the
+first gradient, the exception looks the same as a forward without a backward, and all raise. Some scripts
 catch the exception around `backward()` alone, and step. If the other ranks have made that step, this rank
-must have the same means, and no rank may raise, unless this one was in a call of all ranks and has given up.
+must have the same means, and no rank may raise, unless this one was in a collective call and has given up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SOURCES = str(Path(paceline.__file__).parent)
 
 
 class TimeUp(Exception):
-    """What the handler raises."""
+    """The exception of the handler."""
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def raising_at(line: int) -> Iterator[list[str]]:
 
 
 def generate(seed: int, framework: str = "torch") -> Program:
-    """The program of a seed: what is trained, over what, and where the handler raises."""
+    """The program of a seed: the model, the path of its gradients, and the place where the handler raises."""
     random_ = random.Random(seed)
     path = "memory" if framework == "paddle" else random_.choice(["memory"] * 4 + ["group", "hosts"])
     options: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def generate(seed: int, framework: str = "torch") -> Program:
     at, within = random_.choice([0, AT, AT]), random_.choice(["backward"] * 5 + ["step"])
     moments = [random_.random() for _ in range(6 if path == "memory" else 3)]
     catching = random.Random(f"catching {seed}")
-    # In a call of all ranks that comes after the means the others may have gone on: then all must raise.
+    # The others may have left a collective call that follows the means: then all must raise.
     is_plain = not (has_norm or is_sharded or "check_replicas_every" in options)
     may_catch = path == "memory" and is_plain
     catches = may_catch and within == "backward" and catching.random() < 0.6
@@ -203,7 +203,7 @@ def _through(group: Any, program: Program) -> dict[str, Any]:
 
 
 def run(group: Any, program: Program, moments: list[float] | None = None) -> list[dict[str, Any]]:
-    """What came of each trial on this rank."""
+    """The result of each trial on this rank."""
     if isinstance(group, paceline.Group):
         rank, world_size = group.rank, group.world_size
     else:
@@ -268,14 +268,15 @@ def _trial(subject: Any, program: Program, rank: int, line: int) -> dict[str, An
         except TimeUp:
             pass
         except PacelineError as error:
-            # A rank that has caught the exception steps with what it has: nothing to go on with.
+            # A rank that has caught the exception steps with the gradients that it has; it can't continue
+            # training.
             if rank and not program["catches"] and isinstance(error, SkippedPassError):
                 result["given_up"].append(number)
                 continue
             result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             result["raised_in"] = number
             break
-        except Exception:  # of Paddle, whose kernels do not say what a hook has raised
+        except Exception:  # from Paddle, whose kernels hide the exception of a hook
             if not result["hit"] or program["framework"] != "paddle":
                 raise
     with contextlib.suppress(PacelineError):
@@ -291,7 +292,7 @@ def _digest(values: list[np.ndarray]) -> str:
 
 
 def judge(results: list[list[dict[str, Any]]], program: Program) -> list[str]:
-    """What is wrong with the trials of all ranks, in words."""
+    """The failures in the trials of all ranks, in words."""
     found = []
     for number, trial in enumerate(zip(*results, strict=True)):
         hit = next((each["hit"] for each in trial if each["hit"]), "") or "no moment"
@@ -300,13 +301,11 @@ def judge(results: list[list[dict[str, Any]]], program: Program) -> list[str]:
             found.append(f"trial {number}, at {hit}: some ranks raised, and others did not: {errors}")
         elif not any(errors) and len({each["digest"] for each in trial}) > 1:
             steps = [each["steps"] for each in trial]
-            found.append(f"trial {number}, at {hit}: replicas differ, and no rank was told; steps {steps}")
-        told = [each["given_up"] for each in trial[1:]]
-        if any(told) and any(each != [program["at"]] for each in told):
-            found.append(
-                f"trial {number}, at {hit}: backward passes that ranks were told to have skipped: {told}"
-            )
-        gave_up = all(error.startswith("PeerLostError") for error in errors)  # within a call of all ranks
+            found.append(f"trial {number}, at {hit}: replicas differ, and no rank raised; steps {steps}")
+        given_up = [each["given_up"] for each in trial[1:]]
+        if any(given_up) and any(each != [program["at"]] for each in given_up):
+            found.append(f"trial {number}, at {hit}: iterations that ranks report as skipped: {given_up}")
+        gave_up = all(error.startswith("PeerLostError") for error in errors)  # within a collective call
         had_means = max(each["steps"] for each in trial[1:]) > program["at"]
         if program["catches"] and any(errors) and had_means and not gave_up:
             found.append(f"trial {number}, at {hit}: the others had the means, and all raised: {errors}")
@@ -317,7 +316,7 @@ def judge(results: list[list[dict[str, Any]]], program: Program) -> list[str]:
 
 
 def check(program: Program, framework: str = "torch", moments: list[float] | None = None) -> str:
-    """What is wrong; empty: nothing."""
+    """The failures, in words; empty: none."""
     group = "paceline" if program["path"] == "memory" else "gloo"
     facts = {"program": {**program, "framework": framework}, "moments": moments}
     results = run_ranks(run, 2, facts, group=group, framework=framework, deadline_s=600)

@@ -1,7 +1,7 @@
-"""Many programs, several of them side by side. Knows no framework.
+"""Many programs, several of them side by side. Independent of the framework.
 
-A job is a forked process with a session of its own, and is given one seed after the other. Ranks of a program
-wait for each other most of the time, so one job more than there are cores keeps the cores busy.
+A job is a forked process with its own session, and gets one seed after the other. Ranks of a program wait for
+each other most of the time, so one job more than there are cores keeps the cores busy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tests.differential.records import Lost
 from tests.differential.session import Finding, Session, in_every_mode
 
 SILENT_S = 600.0
-"""After so long without an answer of any job the fuzzer itself is broken: programs have shorter deadlines."""
+"""If no job answers for this long, the fuzzer itself is broken: programs have shorter deadlines."""
 
 
 def default_jobs() -> int:
-    """How many programs run side by side."""
+    """The number of programs that run side by side."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of the program of one seed: a verdict by mode.
+    """The results of the program of one seed: a verdict by mode.
 
     Attributes:
         incumbents: The same of the framework's own wrapper.
@@ -48,11 +48,11 @@ class Checked:
 
 @dataclass
 class Tally:
-    """Of many programs: outcomes, in all, by mode and by feature.
+    """The outcomes of many programs: in all, by mode and by feature.
 
     Attributes:
         by_incumbent: Outcomes of the framework's own wrapper, which are in no other count.
-        differences: What is known of these, and how often it was seen.
+        differences: The known ones among these, and how often each was seen.
     """
 
     programs: int = 0
@@ -70,19 +70,19 @@ class Tally:
         self.findings.extend(checked.findings)
         for mode, verdict in checked.verdicts.items():
             self.outcomes[verdict.kind] += 1
-            self.by_mode.setdefault(mode, Counter())[_told(verdict)] += 1
+            self.by_mode.setdefault(mode, Counter())[_outcome(verdict)] += 1
             for feature in features(checked.program):
                 self.by_feature.setdefault(feature, Counter())[_column(verdict)] += 1
             if verdict.kind == REFUSED:
                 self.refusals[verdict.error] += 1
         for mode, verdict in checked.incumbents.items():
-            self.by_incumbent.setdefault(mode, Counter())[_told(verdict)] += 1
+            self.by_incumbent.setdefault(mode, Counter())[_outcome(verdict)] += 1
             if verdict.kind == KNOWN:
                 self.differences[verdict.error] += 1
 
 
 def check_seed(session: Session, program: Program, shrink_s: Callable[[str], float]) -> Checked:
-    """Check a program in each of its modes; findings of a kind are made small for so many seconds."""
+    """Check a program in each of its modes; spend this many seconds on shrinking a finding of each kind."""
     checked = Checked(program, {}, {}, [])
     for mode in dict.fromkeys(program["modes"]):  # a program may name one twice
         verdict, finding = session.find(program, mode, seconds=shrink_s)
@@ -105,7 +105,7 @@ def run_many(
 ) -> Tally:
     """Check the programs of these seeds, each in its modes or in every mode.
 
-    The first findings of a kind are made small.
+    The first findings of a kind are shrunk.
     """
     tally = Tally()
     begun = time.monotonic()
@@ -139,7 +139,7 @@ def run_many(
 
 @contextmanager
 def _workers(make: Callable[[], Any], jobs: int) -> Iterator[list[Worker]]:
-    """Jobs. When one is killed, the kernel kills its ranks; what they leave behind lies in one folder."""
+    """The running jobs. When one is killed, the kernel kills its ranks; their leftovers lie in one folder."""
     with tempfile.TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as folder:
         workers: list[Worker] = []
         before, tempfile.tempdir = tempfile.tempdir, folder
@@ -155,7 +155,7 @@ def _workers(make: Callable[[], Any], jobs: int) -> Iterator[list[Worker]]:
 
 
 def _answers(workers: list[Worker], next_task: Callable[[], tuple[Any, ...] | None]) -> Iterator[Checked]:
-    """Give each job a task whenever it has none, until there are none."""
+    """Give each idle job a task, until there are no more tasks."""
     busy: dict[Any, tuple[Worker, tuple[Any, ...]]] = {}
     idle = list(workers)
     while True:
@@ -170,13 +170,13 @@ def _answers(workers: list[Worker], next_task: Callable[[], tuple[Any, ...] | No
             worker, task = busy.pop(pipe)
             answer = worker.answer() if ready else None
             if answer is None or isinstance(answer, Lost):
-                told = worker.tail() if answer is None else answer.stacks
-                raise RuntimeError(f"the fuzzer itself failed at seed {task[0]}:\n{told}")
+                output = worker.tail() if answer is None else answer.stacks
+                raise RuntimeError(f"the fuzzer itself failed at seed {task[0]}:\n{output}")
             idle.append(worker)
             yield answer
 
 
-def _told(verdict: Verdict) -> str:
+def _outcome(verdict: Verdict) -> str:
     return "finding" if verdict.is_finding else verdict.kind
 
 

@@ -1,8 +1,8 @@
-"""Whether the records of all ranks agree with each other, and with the reference. Knows no framework.
+"""Decides whether the ranks' records agree with each other and the reference, in any framework.
 
 equal      every rank reached the end with the reference's values, and the same bits
 refused    every rank raised; no rank went on alone, and all values until then were right
-engine     the engine below has ended a process, in a way that is known; all others raised
+engine     the process group's library has ended a process, in a known way; all others raised
 known      of the framework's own wrapper only: it differs from the reference in a way that is listed
 anything else is a finding: a silent difference, a rank that raised or went on alone, a hang, a crash
 """
@@ -29,19 +29,19 @@ INVALID = "an error in the reference, too"
 ENGINE_CRASH = "a crash of the engine below"
 KNOWN = "a known difference of the framework's own wrapper"
 FINE = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, KNOWN)
-# Of sums of some ranks' gradients in float32.
+# The limit for sums of some ranks' gradients in float32.
 _TOO_LARGE = float(np.finfo(np.float32).max) / 64
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one program in one mode.
+    """The result of one program in one mode.
 
     Attributes:
-        kind: One of `FINE`, or what was found.
+        kind: One of `FINE`, or the finding.
         at: Label of the op.
         text: Expected and got, by rank.
-        error: Type of the error with which the program was refused; of a known difference: which one.
+        error: Type of the error with which the program was refused; for a known difference: its name.
     """
 
     kind: str
@@ -68,27 +68,27 @@ def judge(
         records: By rank.
         expected: The reference's, by rank; None: ranks are compared with each other only.
         tolerance: Relative to the largest value of an array.
-        same_parameters: False: what a rank does after backward may differ in bits (flushing denormals).
-        is_engine_crash: Whether a process was ended by the engine below, in a way that is known.
+        same_parameters: False: steps after backward may differ in bits between ranks (flushing denormals).
+        is_engine_crash: Whether the process group's library ended a process in a known way.
     """
     whole = _whole(records)
     lost = [(rank, record) for rank, record in enumerate(records) if isinstance(record, Lost)]
     if lost:
         kind = "hang" if all(record.how == "hung" for _, record in lost) else "crash"
-        told = [f"rank {rank} {record.how}\n{record.stacks}" for rank, record in lost]
-        told += [
+        lines = [f"rank {rank} {record.how}\n{record.stacks}" for rank, record in lost]
+        lines += [
             f"rank {rank}: {_ending(record)}"
             for rank, record in enumerate(records)
             if isinstance(record, Record)
         ]
         if all(is_engine_crash(record) for _, record in lost) and all(record.errors() for record in whole):
-            return _bits(whole, False) or Verdict(ENGINE_CRASH, text="\n".join(told))
-        return Verdict(kind, text="\n".join(told))
+            return _bits(whole, False) or Verdict(ENGINE_CRASH, text="\n".join(lines))
+        return Verdict(kind, text="\n".join(lines))
     if expected is not None and (wrong := _invalid(whole, expected)):
         return Verdict(INVALID, wrong.at, wrong.text, wrong.error)
     verdict = (
         _norms(whole)
-        or _bits(whole, same_parameters and not is_uneven(whole))  # else a step's other parts may differ
+        or _bits(whole, same_parameters and not is_uneven(whole))  # otherwise the rest of a step may differ
         or _alone(whole)
         or _out_of_step(whole)
         or (None if expected is None else _means(whole, expected, tolerance))
@@ -106,11 +106,11 @@ def judge(
 def raised_everywhere(records: Sequence[Record | Lost]) -> dict[str, bool]:
     """Labels of the ops at which some rank caught an error of the library's, if every rank caught one there.
 
-    The reference raises there, too. Empty also where the ranks raised at different ops: what follows cannot
-    be compared with a reference.
+    The reference raises there, too. Also empty if the ranks raised at different ops: later values cannot be
+    compared with a reference.
 
     Returns:
-        By label, whether backward had run layers again by then, which may have changed their buffers.
+        By label, whether backward had recomputed layers by then, which may have changed their buffers.
     """
     caught = [
         {event.at: event for event in record.events if event.kind == "error"} for record in _whole(records)
@@ -150,7 +150,7 @@ def _same_place(event: Event, other: Event) -> bool:
 
 
 def without_buffers(records: Sequence[R]) -> list[R]:
-    """The records, as of a wrapper that gives ranks one rank's buffers at another time than at a mean."""
+    """The records without buffers, for wrappers that do not copy one rank's buffers with each mean."""
     return [
         replace(record, events=[event for event in record.events if event.kind != "buffers"])
         if isinstance(record, Record)
@@ -160,7 +160,7 @@ def without_buffers(records: Sequence[R]) -> list[R]:
 
 
 def is_uneven(records: Sequence[Record | Lost]) -> bool:
-    """Whether the program's own errors came on some ranks only."""
+    """True if the program's own errors came on some ranks only."""
     own = [[error.at for error in record.errors() if error.by_user] for record in _whole(records)]
     return any(each != own[0] for each in own)
 
@@ -174,27 +174,29 @@ def _norms(records: Sequence[Record]) -> Verdict | None:
         for event in record.events:
             if event.kind != "norm" or not np.isfinite(event.true):
                 continue
-            if not abs(event.told - event.true) <= event.within * event.true + 1e-30:
-                text = f"rank {rank}: clip_grad_norm_ said {event.told:.6g}, the norm was {event.true:.6g}"
+            if not abs(event.reported - event.true) <= event.within * event.true + 1e-30:
+                text = (
+                    f"rank {rank}: clip_grad_norm_ said {event.reported:.6g}, the norm was {event.true:.6g}"
+                )
                 return Verdict("wrong norm", event.at, text)
     return None
 
 
 def _bits(records: Sequence[Record], same_parameters: bool) -> Verdict | None:
-    """All ranks that take part in a backward with data see the same shared values, in the same bits."""
+    """Check that all ranks in a backward with data see the same shared values, in the same bits."""
     kinds = ("gradients", "parameters", "buffers") if same_parameters else ("gradients",)
     models = sorted({event.model for record in records for event in record.events})
-    told = (_bits_of_model(records, model, kinds) for model in models)
-    return next((verdict for verdict in told if verdict is not None), None)
+    verdicts = (_bits_of_model(records, model, kinds) for model in models)
+    return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def _bits_of_model(records: Sequence[Record], model: int, kinds: tuple[str, ...]) -> Verdict | None:
-    """Let all ranks go from one backward to the next one, as they did.
+    """Follow all ranks from one backward to the next.
 
-    A rank that has no more data sees nothing of the backward passes of the others until all are there. After
-    an error of its own it may be there earlier than its program says, so nothing but its record tells.
+    A rank that has no more data sees nothing of the backwards of the others until all have finished. After an
+    error of the program it may finish earlier than the program says, so only its record shows when.
     """
-    left = [deque(_backward_sync(record, model, kinds)) for record in records]
+    left = [deque(_backwards_of(record, model, kinds)) for record in records]
     active = list(range(len(left)))
     while True:
         for row in zip(*(left[rank].popleft() for rank in active)):
@@ -202,27 +204,25 @@ def _bits_of_model(records: Sequence[Record], model: int, kinds: tuple[str, ...]
                 return Verdict("ranks differ", row[0].at, _differing(row, active, name))
         if not all(left):
             break
-        active = [rank for rank, backward_sync in enumerate(left) if backward_sync[0][0].kind == "gradients"]
+        active = [rank for rank, backwards in enumerate(left) if backwards[0][0].kind == "gradients"]
         active = active or list(range(len(left)))
-    alone = [events[0] for backward_sync in left for events in backward_sync if events[0].kind == "gradients"]
+    alone = [events[0] for backwards in left for events in backwards if events[0].kind == "gradients"]
     if not alone or _died_after(left, records):
         return None
-    backward_sync = [
+    backwards = [
         sum(each.kind == "gradients" for each in _shared(record, model, kinds)) for record in records
     ]
-    text = f"backwards that returned a mean, by rank: {backward_sync}\n{_endings(records)}"
+    text = f"backwards that returned a mean, by rank: {backwards}\n{_endings(records)}"
     return Verdict("a rank went on alone", alone[0].at, text)
 
 
 def _died_after(left: Sequence[deque[list[Event]]], records: Sequence[Record]) -> bool:
-    """Whether ranks that had one mean more than the others have died right after it.
+    """True if ranks that had one mean more than the others died right after it.
 
-    Then the others may see that a rank is gone before they see what it sent last: all of them raise.
+    Then the others may see that a rank is gone before they receive its last message: all of them raise.
     """
     ahead = [
-        rank
-        for rank, backward_sync in enumerate(left)
-        if any(each[0].kind == "gradients" for each in backward_sync)
+        rank for rank, backwards in enumerate(left) if any(each[0].kind == "gradients" for each in backwards)
     ]
     if any(len(left[rank]) > 1 or records[rank].raised is None for rank in ahead):
         return False
@@ -230,8 +230,8 @@ def _died_after(left: Sequence[deque[list[Event]]], records: Sequence[Record]) -
     return all(raised is not None and raised.error == "PeerLostError" for raised in behind)
 
 
-def _backward_sync(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list[Event]]:
-    """What a rank has seen before its first backward, and then from each mean, or the end of its data, on."""
+def _backwards_of(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list[Event]]:
+    """The events before a rank's first backward, then those from each mean, or the end of its data, on."""
     events: list[Event] = []
     for event in _shared(record, model, kinds):
         if event.kind in ("gradients", "finished"):
@@ -243,14 +243,14 @@ def _backward_sync(record: Record, model: int, kinds: tuple[str, ...]) -> Iterat
 
 def _shared(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[Event]:
     for event in [*record.events, *([] if record.raised is None else [record.raised])]:
-        if model in event.made:  # what became of the mean after the error nobody knows
+        if model in event.made:  # the mean after the error is unknown
             yield Event(event.at, "gradients", model=model, shared=True, tainted=True)
         elif event.model == model and (event.kind == "finished" or (event.shared and event.kind in kinds)):
             yield event
 
 
 def _differing_name(row: Sequence[Event]) -> str:
-    """Whose bits are not the same; empty: all are."""
+    """The name of the values whose bits differ; empty: none."""
     for name in row[0].values if row else ():
         if len({_digest(event.values.get(name)) for event in row}) > 1:
             return name
@@ -270,7 +270,7 @@ def _invalid(records: Sequence[Record], expected: Sequence[Record]) -> Event | N
 
 
 def _alone(records: Sequence[Record]) -> Verdict | None:
-    """Where one rank raised for a reason of the library's, no other one may have noticed nothing."""
+    """If one rank raised an error of the library's, every other rank must have raised one, too."""
     theirs = [[error for error in record.errors() if not error.by_user] for record in records]
     if not any(theirs) or all(record.errors() for record in records):
         return None
@@ -279,7 +279,7 @@ def _alone(records: Sequence[Record]) -> Verdict | None:
 
 
 def _out_of_step(records: Sequence[Record]) -> Verdict | None:
-    """Where an exception of the program's ends the backward of some ranks, each rank raises once for it."""
+    """If an exception of the program ends the backward of some ranks, each rank must raise once for it."""
     is_in_step = False
     for errors in itertools.zip_longest(*(record.errors() for record in records)):
         here = [error for error in errors if error is not None]
@@ -298,30 +298,30 @@ def _means(records: Sequence[Record], expected: Sequence[Record], tolerance: flo
     for rank, (record, reference) in enumerate(zip(records, expected)):
         for event, wanted in zip(record.events, reference.events):
             if (event.at, event.kind) != (wanted.at, wanted.kind):
-                break  # one of them raised here; after this the two are not at the same place
+                break  # one of them raised here; from now on the two are at different places
             if event.kind in ("error", "norm", "finished") or event.tainted or wanted.tainted:
                 continue
             floor = max((_scale(value) for value in wanted.values.values()), default=0.0)
             if floor > _TOO_LARGE:
-                break  # training has diverged: the reference computes on where float32 has no numbers
+                break  # training has diverged: the reference has values beyond the range of float32
             for name, value in wanted.values.items():
-                told = _wrong(event.values.get(name), value, tolerance, floor)
-                if told:
+                wrong = _wrong(event.values.get(name), value, tolerance, floor)
+                if wrong:
                     what = "wrong mean" if event.shared else "wrong local gradient"
                     kind = what if event.kind == "gradients" else f"wrong {event.kind}"
-                    return Verdict(kind, event.at, f"rank {rank}, {name}: {told}")
+                    return Verdict(kind, event.at, f"rank {rank}, {name}: {wrong}")
     return None
 
 
 def _wrong(got: Value | None, wanted: Value | None, tolerance: float, floor: float) -> str:
-    """What is wrong with a value; empty: nothing. No gradient is as good as one of zeros."""
+    """The error of a value, in words; empty: none. A missing gradient equals one of zeros."""
     if wanted is None and got is None:
         return ""
     zeros = np.zeros_like((got or wanted).sample)  # type: ignore[union-attr]
     have, want = (zeros if value is None else value.sample for value in (got, wanted))
     if have.shape != want.shape:
         return f"expected {want.size} elements, got {have.size}"
-    # A gradient that is the small sum of large terms is as wrong as these are.
+    # A gradient that is a small sum of large terms has the absolute error of those terms.
     largest = max(np.abs(want[np.isfinite(want)]).max(initial=0.0), max(1e-2, tolerance) * floor)
     allowed = tolerance * largest + 1e-30
     with np.errstate(all="ignore"):
@@ -355,23 +355,23 @@ def _differing(row: Sequence[Event], ranks: Sequence[int], name: str) -> str:
         stacked = np.stack([sample for sample in samples if sample is not None])
         place = int(np.argmax((stacked != stacked[0]).any(axis=0)))
     for rank, event, sample in zip(ranks, row, samples):
-        told = "None" if sample is None else f"element {place} is {sample[place] if sample.size else '-'}"
-        lines.append(f"  rank {rank} (op {event.at}): {told}")
+        text = "None" if sample is None else f"element {place} is {sample[place] if sample.size else '-'}"
+        lines.append(f"  rank {rank} (op {event.at}): {text}")
     return "\n".join(lines)
 
 
 def _worst(errors: Sequence[Event]) -> str:
-    """The error that says most: that of a lost peer is the echo of another one."""
+    """The most informative error: that of a lost peer only follows from another one."""
     echoes = ("PeerLostError", "GroupClosedError", "DeadlineError", "DistBackendError")
     return next((error.error for error in errors if error.error not in echoes), errors[0].error)
 
 
 def _ending(record: Record) -> str:
-    told = [
+    lines = [
         f"{error.error} at op {error.at}{' (its own)' if error.by_user else ''}: {error.text}"
         for error in record.errors()
     ]
-    return "; ".join([*told, "reached the end"] if record.raised is None else told)
+    return "; ".join([*lines, "reached the end"] if record.raised is None else lines)
 
 
 def _endings(records: Sequence[Record]) -> str:

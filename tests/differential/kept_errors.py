@@ -1,14 +1,14 @@
-"""Generated programs of compressed gradients, beside their sums in float64.
+"""Generated programs of compressed gradients, compared with their sums in float64.
 
-    make fuzz WHAT=kept_errors SEEDS=0:200 FRAMEWORK=paddle
+make fuzz WHAT=kept_errors SEEDS=0:200 FRAMEWORK=paddle
 
-The fuzzer of one backward (the rest of this folder) compares each mean, and of a compressed one only the sum
-over many is right. So here the gradients are the program's own, and a program ends with backwards of zeros,
-which bring what has been kept. Then what has arrived of each parameter, in all backwards that were good and
-used it, is the sum of its true means. In between there are backwards that are not finite, on one rank or all;
-that raise in a hook of the user's; that leave parameters out where that is not allowed; and micro-batches.
-Some programs are of local SGD, whose hosts meet in between, or fail to.
-The sums share no code with Paceline. All ranks must have the same bits.
+The fuzzer of one backward (the rest of this folder) compares each mean; with compression only the sum over
+many means is right. So here the gradients are the program's own, and a program ends with backwards of zeros,
+which send the remaining errors. Then the total received of each parameter, over all good backwards that used
+it, is the sum of its true means. In between there are backwards that are not finite, on one rank or all; that
+raise in a hook of the user's; that leave parameters out although that is not allowed; and micro-batches. Some
+programs use local SGD, whose hosts synchronise in between, or fail to. The sums share no code with Paceline.
+All ranks must have the same bits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.several_hosts import be_on_host
 FRAMEWORKS = ("torch", "paddle")
 BETWEEN_HOSTS = ("topk", "int8", "bf16", "fp16")
 HOOKS = ("eight_bit", "bf16", "fp16")
-DRAINS = {"topk": 80}  # of 256 values it sends 8; others need few
+DRAINS = {"topk": 80}  # it sends 8 of 256 values; the others need few
 EVERYTHING: dict[str, Any] = {"how": "unused", "left_out": [], "some": [], "of": 0}
 SPOILS = ("inf", "inf", "nan", "overflow", "raise", "raise on one", "refused")
 
 
 def generate(seed: int, framework: str = "torch") -> Program:
-    """The program of a seed: how ranks lie on hosts, the wrapper's options, and what all ranks do."""
+    """The program of a seed: the ranks of each host, the wrapper's options, and all ranks' operations."""
     program = _of_torch(seed)
     return _for_paddle(program) if framework == "paddle" else program
 
@@ -63,8 +63,8 @@ def _of_torch(seed: int) -> Program:
         kind = random_.choices(["step", "spoil", "turns"], weights=[4, 3, 3])[0]
         if kind == "spoil":
             what = random_.choice(SPOILS if not allows else SPOILS[:-1])
-            # Codes of fp16 are finite, and the rest comes later. After a step with weights, gradients are
-            # multiplied by their part of its weights before they are added up: such a sum may be finite.
+            # Codes of fp16 are finite, and the rest is sent later. After a step with weights, gradients are
+            # multiplied by their fraction of its weights before they are added up: such a sum may be finite.
             if what == "overflow" and (codes == "fp16" or weights is not None):
                 what = "nan"
             ops.append(
@@ -89,14 +89,14 @@ def _of_torch(seed: int) -> Program:
             "left_out": left_out,
             "scale": random_.choice([1.0, 1.0, 100.0]),
             "micros": random_.choice([1, 1, 2]),
-            # Of these some ranks use none of what others use.
+            # In these, some ranks leave out parameters that other ranks use.
             "some": random_.sample(trained, 1) if has_some else [],
             "of": random_.randrange(world_size),
         }
         ops += [op] * random_.choice([1, 1, 2, 5])
     program = {"seed": seed, "hosts": hosts, "codes": codes, "is_hook": is_hook, "sizes": sizes}
     program |= {"options": options, "weights": weights, "ops": ops}
-    # By another generator, so that a seed makes the program that it made before there were these.
+    # From another generator, so that a seed makes the same program as before these were added.
     more = random.Random(f"more {seed}")
     program["to_none"] = more.random() < 0.7
     if not is_hook and more.random() < 0.3:
@@ -108,7 +108,7 @@ def _of_torch(seed: int) -> Program:
 
 
 def _for_paddle(program: Program) -> Program:
-    """Without frozen parameters, for which its models are wrapped anew."""
+    """Without frozen parameters, because a model is wrapped anew to freeze them."""
     allows = program["options"]["find_unused_parameters"]
     ops = [
         {**op, "how": "unused", "left_out": op["left_out"] if allows else []} if op["op"] == "step" else op
@@ -124,21 +124,21 @@ def gradient(program: Program, op: int, micro: int, rank: int, index: int, scale
 
 
 def uses(op: dict[str, Any], rank: int, index: int) -> bool:
-    """Whether a rank uses a parameter in a step."""
+    """True if a rank uses a parameter in a step."""
     is_left_out = index in op["left_out"] or (index in op["some"] and rank != op["of"])
     return not (is_left_out and (op["how"] == "unused" or index in op["some"]))
 
 
 def is_there(op: dict[str, Any], index: int) -> bool:
-    """Whether any rank trains it."""
+    """True if any rank trains it."""
     return index not in op["left_out"]
 
 
-# --- what each rank does ---
+# --- one rank ---
 
 
 class OnTorch:
-    """The calls of a program, of torch."""
+    """The operations of a program, in torch."""
 
     def __init__(self, program: Program, rank: int) -> None:
         import torch
@@ -167,7 +167,7 @@ class OnTorch:
 
 
 class OnPaddle:
-    """The calls of a program, of Paddle."""
+    """The operations of a program, in Paddle."""
 
     def __init__(self, program: Program, rank: int) -> None:
         import paddle
@@ -220,7 +220,7 @@ class Failed(Exception):
 
 
 def run(group: Any, program: Program, framework: str) -> list[tuple[str, list[np.ndarray | None]]]:
-    """Of each good backward, a digest of all gradients; and the gradients, of rank 0 only."""
+    """A digest of all gradients for each good backward; and the gradients, from rank 0 only."""
     rank = int(group)
     be_on_host(program["hosts"][rank])
     do: Any = (OnTorch if framework == "torch" else OnPaddle)(program, rank)
@@ -245,7 +245,7 @@ def run(group: Any, program: Program, framework: str) -> list[tuple[str, list[np
 
 
 def _run_local(do: Any, program: Program, rank: int) -> list[tuple[str, list[np.ndarray | None]]]:
-    """With local SGD, what all hosts have trained by a plain optimizer: the gradients, all in all."""
+    """With local SGD: the total gradients that all hosts have applied by a plain optimizer."""
     import torch
 
     from paceline.errors import NonFiniteGradientError
@@ -279,7 +279,7 @@ def _run_local(do: Any, program: Program, rank: int) -> list[tuple[str, list[np.
 def _backward(
     do: Any, program: Program, op: dict[str, Any], number: int, rank: int, scale: float, micros: int
 ) -> None:
-    """Of a step: the sum of its micro-batches, as they are added up without weights."""
+    """The sums of a step's micro-batches, added up without weights."""
     do.clear()
     weights = program["weights"]
     for micro in range(micros):
@@ -297,7 +297,7 @@ def _backward(
 
 
 def _spoil(do: Any, program: Program, op: dict[str, Any], number: int, rank: int) -> None:
-    """A backward of large gradients that is of no use to anybody."""
+    """A backward of large gradients whose result is never used."""
     from paceline.errors import PacelineError
 
     do.clear()
@@ -308,7 +308,7 @@ def _spoil(do: Any, program: Program, op: dict[str, Any], number: int, rank: int
     values = given[op["param"]]
     if what in ("inf", "nan") and is_here:
         values[values.size // 2] = np.inf if what == "inf" else np.nan
-    elif what == "overflow":  # finite on each rank, and not in sum
+    elif what == "overflow":  # finite on each rank, but not in sum
         values[-1] = 3e38
     elif what == "refused" and is_here:
         del given[op["param"]]
@@ -321,7 +321,7 @@ def _spoil(do: Any, program: Program, op: dict[str, Any], number: int, rank: int
         handles.append(do.parameters[op["param"]].register_hook(fail))
     tensors = {index: do.tensor(value) for index, value in given.items()}
     with contextlib.suppress(PacelineError, Failed, OSError):
-        if what in ("inf", "nan") and op["micros"] == 2:  # it is in a micro-batch before
+        if what in ("inf", "nan") and op["micros"] == 2:  # an earlier micro-batch has used it
             with do.ddp.no_sync():
                 do.ddp(tensors).backward()
             tensors = {index: tensor * 0.5 for index, tensor in tensors.items()}
@@ -334,7 +334,8 @@ def _spoil(do: Any, program: Program, op: dict[str, Any], number: int, rank: int
 
 def _taken(do: Any, rank: int) -> tuple[str, list[np.ndarray | None]]:
     held = [None if p.grad is None else np.array(p.grad.numpy()) for p in do.parameters]
-    # No gradient is as good as one of zeros; after a backward that raised on one rank, ranks may differ so.
+    # A missing gradient equals one of zeros; after a backward that raised on one rank, ranks may differ in
+    # this.
     digest = hashlib.sha256()
     for each in held:
         digest.update(b"-" if each is None or not each.any() else each.tobytes())
@@ -363,7 +364,7 @@ def exact(program: Program) -> list[np.ndarray]:
 
 
 def check(program: Program, framework: str = "torch") -> str:
-    """What differs; empty: nothing."""
+    """The differences, in words; empty: none."""
     is_torch = framework == "torch"
     outcomes = run_ranks(
         run,

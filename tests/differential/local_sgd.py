@@ -1,10 +1,10 @@
-"""Generated programs of local SGD, beside the algorithm in one process, in float64.
+"""Generated programs of local SGD, compared with the algorithm in one process, in float64.
 
-    make fuzz WHAT=local_sgd SEEDS=0:200
+make fuzz WHAT=local_sgd SEEDS=0:200
 
-The fuzzer of one backward (the rest of this folder) compares gradients, and knows nothing of replicas that go
-their own ways. Here a program has several hosts and some of: steps with and without weights and micro-
-batches, parameters that are frozen and trained again, uneven data, syncs on demand, syncs that fail,
+The fuzzer of one backward (the rest of this folder) compares gradients, and does not model replicas that
+train independently. Here a program has several hosts and some of: steps with and without weights and
+micro-batches, parameters that are frozen and trained again, uneven data, syncs on demand, syncs that fail,
 checkpoints, and copies of the wrapper. After each operation every rank's parameters are compared with those
 of `Simulation`, which shares no code with Paceline.
 """
@@ -36,7 +36,7 @@ FRAMEWORKS = ("torch",)
 
 
 def generate(seed: int, framework: str = "torch") -> Program:
-    """The program of a seed: how ranks lie on hosts, the options, and operations that all ranks make."""
+    """The program of a seed: the ranks of each host, the options, and the operations that all ranks make."""
     random_ = random.Random(seed)
     hosts = random_.choice([[0, 1], [0, 1], [0, 0], [0, 0, 1], [0, 1, 1], [0, 0, 1, 1], [0, 1, 2]])
     world_size = len(hosts)
@@ -83,16 +83,16 @@ def generate(seed: int, framework: str = "torch") -> Program:
 
 
 def _with_copies(seed: int, ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Before some operations, go on with a copy of the wrapper, which changes nothing.
+    """Before some operations, replace the wrapper by a copy, which changes nothing.
 
-    By another generator, so that a seed makes the program that it made before there were copies.
+    From another generator, so that a seed makes the same program as before there were copies.
     """
     random_ = random.Random(f"copies {seed}")
     found = []
     for number, op in enumerate(ops):
         if random_.random() < 0.12:
             how = random_.choice(["deepcopy", "pickle"])
-            # What the forward that connects a copy has trained counts as trained until a backward.
+            # Parameters trained in the forward that connects a copy count as trained until a backward.
             follow = (each["op"] for each in ops[number:] if _trains_all(each) or each["op"] == "freeze")
             if next(follow, "") != "freeze":
                 found.append({"op": "copy", "how": how})
@@ -101,12 +101,12 @@ def _with_copies(seed: int, ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _trains_all(op: dict[str, Any]) -> bool:
-    """Whether every rank makes a backward in it."""
+    """True if every rank makes a backward in it."""
     return op["op"] == "step" or (op["op"] == "epoch" and min(op["counts"]) > 0)
 
 
 def _weights(random_: random.Random, micros: int) -> list[float]:
-    """Of one rank's micro-batches: some may be 0, and not all."""
+    """The weights of one rank's micro-batches: some may be 0, but not all."""
     found = [random_.choice([0.0, 1.0, 2.0, 3.5]) for _ in range(micros)]
     return found if any(found) else _weights(random_, micros)
 
@@ -131,7 +131,7 @@ def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-# --- what each rank does ---
+# --- one rank ---
 
 
 def run(rank: int, program: Program) -> list[list[np.ndarray]]:
@@ -175,7 +175,7 @@ def run(rank: int, program: Program) -> list[list[np.ndarray]]:
 
 
 def _copied(ddp: Any, how: str) -> Any:
-    """A copy, connected by a forward in training mode, because other operations are for what is connected."""
+    """A copy, connected by a forward in training mode, because other operations need a connected wrapper."""
     copied = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
     copied(torch.zeros(1, WIDTH))
     return copied
@@ -223,7 +223,7 @@ def _spoil(ddp: Any, op: dict[str, Any], rank: int) -> None:
 
 
 class Simulation:
-    """Local SGD in one process: a replica for each member."""
+    """Local SGD in one process: a replica for each replica group."""
 
     def __init__(self, program: Program) -> None:
         options, hosts = program["options"], program["hosts"]
@@ -245,7 +245,7 @@ class Simulation:
         return values_of(self.replicas[next(m for m, ranks in enumerate(self.members) if rank in ranks)])
 
     def run(self) -> Iterator[None]:
-        """After each operation."""
+        """Yield after each operation."""
         for number, op in enumerate(self.program["ops"]):
             if op["op"] == "step":
                 self._begin_forward()
@@ -258,7 +258,7 @@ class Simulation:
             elif op["op"] == "copy":
                 self._begin_forward()
             elif op["op"] in ("sync", "reload") and self.is_local:
-                self._meet()
+                self._synchronise()
             yield
 
     def _begin_forward(self) -> None:
@@ -266,10 +266,10 @@ class Simulation:
             self.is_local = True
             self.begun = values_of(self.replicas[0])
         if self.is_local and self.since[0] >= self.options["every"]:
-            self._meet()
+            self._synchronise()
 
     def _step(self, number: int, op: dict[str, Any]) -> None:
-        """Of all ranks; the members are as far as each other."""
+        """Step all ranks; the groups have made equally many steps."""
         groups = self.members if self.is_local else [[rank for ranks in self.members for rank in ranks]]
         for member, ranks in enumerate(groups):
             given = op["weights"] or [[1.0] * op["micros"]] * len(self.program["hosts"])
@@ -278,7 +278,7 @@ class Simulation:
                 for rank in ranks
                 for micro in range(op["micros"])
             ]
-            # Without weights, micro-batches are added up, and the mean is that over ranks.
+            # Without weights, micro-batches are added up, and the sum is averaged over ranks.
             total = len(ranks) if op["weights"] is None else sum(weight for weight, _ in terms)
             passed = [member] if self.is_local else range(len(self.members))
             for each in passed:
@@ -315,10 +315,10 @@ class Simulation:
         are_finished = [False]
         while not all(are_finished):
             are_finished = [next(walk) for walk in walks]  # each goes as far as its next sync
-            self._meet()
+            self._synchronise()
 
     def _walk(self, member: int, number: int, step: int, counts: list[int]) -> Iterator[bool]:
-        """To each sync of a member in an epoch; and whether it has no data any more."""
+        """Walk to each sync of a group in an epoch; yield whether it has run out of data."""
         while True:
             if self.since[member] >= self.options["every"]:
                 yield False
@@ -332,7 +332,7 @@ class Simulation:
         while True:
             yield True
 
-    def _meet(self) -> None:
+    def _synchronise(self) -> None:
         if sum(self.weights):
             names = ("outer_lr", "outer_momentum", "nesterov")
             lr, momentum, nesterov = (self.options[name] for name in names)
@@ -345,7 +345,7 @@ class Simulation:
 
 
 def check(program: Program, framework: str = "torch") -> str:
-    """What differs; empty: nothing."""
+    """The differences, in words; empty: none."""
     outcomes = run_ranks(run, len(program["hosts"]), {"program": program}, group="gloo")
     simulation = Simulation(program)
     for number, _ in enumerate(simulation.run()):

@@ -1,7 +1,7 @@
-"""One process that simulates all ranks, one after the other, and averages between them. Knows no framework.
+"""One process that simulates all ranks, one after the other, and averages, in any framework.
 
-It runs every rank's program until the ranks meet, averages, and lets them go on. What a mean is, and how
-values get from one copy of a model to another, a subclass says in the framework's own arithmetic.
+It runs every rank's program until the ranks synchronise, averages, and continues them. A subclass computes a
+mean, and copies one model to another, in the framework's own arithmetic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.differential.walk import Sync, Walker
 
 
 class Simulated:
-    """A subject where nobody averages: the driver below does, when all ranks have met."""
+    """A subject that does not average: the driver below does, when all ranks have reached a sync."""
 
     simulates = True
 
@@ -42,7 +42,7 @@ class Simulated:
 
 
 class Parted(Exception):
-    """What the ranks have differs so that there is no mean, or no copy: it has two shapes."""
+    """The ranks' values differ so that they have no mean, or cannot be copied: their shapes differ."""
 
 
 class Lockstep:
@@ -53,25 +53,25 @@ class Lockstep:
         self._runs = [machine.run() for machine in machines]
 
     def run(self) -> list[Record]:
-        """Records of all ranks; they stop where the ranks part, because one of them raised alone."""
+        """Records of all ranks; they stop where the ranks diverge because one of them raised alone."""
         with contextlib.suppress(Parted):
             self._run()
         return [machine.record for machine in self.machines]
 
     def _run(self) -> None:
         waiting: list[Sync | None] = [None] * len(self._runs)
-        everybody = last_active = list(range(len(self._runs)))
+        all_ranks = last_active = list(range(len(self._runs)))
         while True:
             for rank, sync in enumerate(waiting):
                 waiting[rank] = self._next(rank) if sync is None else sync
             here = [sync for sync in waiting if sync is not None]
             if len(here) < len(waiting):
                 return
-            active = [rank for rank in everybody if here[rank].kind != "finished"]
+            active = [rank for rank in all_ranks if here[rank].kind != "finished"]
             if not active:
-                if len(last_active) < len(everybody):
+                if len(last_active) < len(all_ranks):
                     self.take_model(here[0].models[0], last_active[0])
-                last_active = everybody
+                last_active = all_ranks
                 waiting = [None] * len(waiting)
                 continue
             first = here[active[0]]
@@ -97,7 +97,7 @@ class Lockstep:
             return None
 
     def average(self, model: int, active: list[int], waiting: Sequence[Sync]) -> None:
-        """Give those that are active the mean; all others step with it, and keep their gradients."""
+        """Give the mean to the active ranks; all others step with it, and keep their gradients."""
         raise NotImplementedError
 
     def take_model(self, model: int, root: int) -> None:

@@ -9,7 +9,7 @@ from tests.differential.programs import Op
 
 
 class Steps(Protocol):
-    """What a grammar makes steps of."""
+    """The primitives that a grammar makes steps of."""
 
     rng: random.Random
     ranks: int
@@ -30,7 +30,7 @@ class Steps(Protocol):
 
 def out_of_order(steps: Steps) -> list[Op]:
     """A forward in no_sync() between another one and its backward, or the other way round."""
-    if steps.is_weighted:  # each backward in no_sync() needs a weight there
+    if steps.is_weighted:  # otherwise each backward in no_sync() needs a weight there
         return steps.accumulate()
     ops = [steps.forward("a"), steps.forward("b", no_sync=True)]
     steps.rng.shuffle(ops)

@@ -1,7 +1,7 @@
-"""Small programs that have found a bug; each was shrunk as could be.
+"""Small programs that have found a bug, each shrunk as far as possible.
 
-The name says what went wrong. `modes` are those in which it did; a program is equal there, or refused on all
-ranks.
+The name describes the bug. `modes` are those in which it appeared; there, a program must now be equal, or
+refused on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _program(modes: list[str], layers: list[dict[str, Any]], *ops: Op, **more: A
 
 _LINEAR = {"kind": "linear"}
 _LATE = {"lag": [0.05, 0.0]}  # rank 0 finds every other rank's gradients there
-_CLEARED_AFTER_AN_EXCEPTION = (  # in place, while other ranks have not noticed
+_CLEARED_AFTER_AN_EXCEPTION = (  # in place, before other ranks have noticed
     _op("forward"),
     _op("backward"),
     _op("clear"),
@@ -214,7 +214,7 @@ CORPUS: dict[str, Program] = {
         _op("backward"),
         options={"nonfinite": "raise"},
     ),
-    # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.
+    # Gloo ends a process that receives more bytes than it expects; all other ranks raise.
     "ranks are in backwards of two models of different sizes": {
         "ranks": 3,
         "modes": ["group"],
@@ -273,7 +273,7 @@ CORPUS: dict[str, Program] = {
             _op("backward", of=["m0", "m1"]),
         ],
     },
-    # The judge and the reference were wrong in those below.
+    # The programs below found mistakes of the judge and of the reference.
     "a rank without data takes part in the backward that it has left": _program(
         ["tiny", "group"],
         [{"kind": "trap"}],
@@ -363,4 +363,4 @@ for _each in CORPUS.values():
     _each["ops"].insert(0, _op("wrap"))
 
 OPEN: frozenset[str] = frozenset()
-"""Programs of the corpus whose bug is not mended yet; take the name out with the mending."""
+"""Programs of the corpus whose bug is still open; remove a name when its bug is fixed."""

@@ -1,6 +1,6 @@
-"""Where Paddle's own DataParallel is known to differ from the reference, by what a program does.
+"""The known differences of Paddle's own DataParallel from the reference, by features of a program.
 
-As torch_differences.py.
+See torch_differences.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.differential.paddle_subjects import PADDLE
 from tests.differential.programs import Program, features, is_weighted, numbered
 
 KNOWN: list[tuple[str, str]] = [
-    # what a program has done by the op at which values differ, and what Paddle's wrapper does with it
+    # a feature of the program up to the op at which values differ, and its effect in Paddle's wrapper
     ("an error of the program's own", "after an exception ranks are in different backward passes"),
     (A_SECOND_BACKWARD, "a second backward is not averaged"),
     (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
@@ -41,17 +41,17 @@ KNOWN: list[tuple[str, str]] = [
 
 
 def incumbents_of(program: Program) -> list[str]:
-    """The mode in which Paddle's own wrapper runs it: none if it uses what only Paceline has."""
+    """The mode in which Paddle's own wrapper runs it: none if it uses features that only Paceline has."""
     iterates = any(op["op"] == "iterate" for _, op in numbered(program["ops"]))
     return [] if iterates or is_weighted(program) else [PADDLE]
 
 
 def known_difference(program: Program, at: str) -> str | None:
-    """Why Paddle's wrapper may differ from the reference at this op; None: no row says so.
+    """The reason why Paddle's wrapper may differ from the reference at this op; None: no row has one.
 
     Args:
-        program: That it ran.
-        at: Label of the op; empty: it is not known where.
+        program: The program that it ran.
+        at: Label of the op; empty: unknown.
     """
     before = until(program, at)
     has = features_of(before) | orders_of(before) | set(features(before))

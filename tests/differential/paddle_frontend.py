@@ -1,8 +1,8 @@
-"""The Paddle side of the fuzzer: what the files without a framework ask for."""
+"""The Paddle side of the fuzzer: the names that the files without a framework use."""
 
 from __future__ import annotations
 
-# What would be imported in every fork.
+# Modules that would otherwise be imported in every fork.
 import numpy.random  # noqa: F401
 import paddle.distributed.auto_parallel.fully_shard_fusion
 import paddle.optimizer.fusion_utils  # noqa: F401
@@ -25,7 +25,7 @@ INCUMBENTS = tuple(PADDLES)
 """All modes in which it does."""
 
 PARTINGS = tuple(Parting)
-"""The readings of which a run of ours must be one."""
+"""The variants of the reference of which a Paceline run must equal one."""
 
 __all__ = [
     "CORPUS",
@@ -51,30 +51,30 @@ __all__ = [
 
 
 def tolerance(program: Program, mode: str) -> float:
-    """How far values may be from the reference's, relative to the largest of an array."""
+    """The tolerance for values, relative to the largest of an array."""
     return 0.1 if mode.startswith("bfloat16") else 3e-3
 
 
 def same_parameters(program: Program) -> bool:
-    """Whether the program's own steps make the same bits on all ranks."""
+    """True if the program's own steps make the same bits on all ranks."""
     return True
 
 
 def incumbent_can_run(program: Program) -> bool:
-    """Whether the program uses nothing that only Paceline has."""
+    """True if the program uses no feature that only Paceline has."""
     is_plain = not program.get("options") and not is_weighted(program)
     return is_plain and not any(op["op"] == "iterate" for _, op in numbered(program["ops"]))
 
 
 def writes_to_shared_gradients(program: Program) -> bool:
-    """Whether a hook writes to a gradient in the middle of backward: Paddle's gradients have own memory."""
+    """False: Paddle's gradients have separate memory, so a hook may write to one during backward."""
     return False
 
 
 def is_engine_crash(program: Program, lost: Lost) -> bool:
-    """Whether Paddle's Gloo has ended the process because ranks made calls of different sizes.
+    """True if Paddle's Gloo has ended the process because ranks made calls of different sizes.
 
-    They do where an error came on some ranks only: these go on with another model, or another call.
+    They do if an error came on some ranks only: these continue with another model, or another call.
     """
     parts = any("ranks" in op for _, op in numbered(program["ops"]))
     return parts and lost.how == "was killed by SIGABRT" and "gloo::transport::tcp::Pair::read" in lost.stacks

@@ -2,7 +2,7 @@
 
 A program is set up (models, hooks, optimizers, wrapping, in varying order), then makes two to four steps,
 each of a kind drawn in `step`, with a rare event before some of them. Programs end with an ordinary step, in
-which all ranks meet: whatever went wrong before must have been told by then.
+which all ranks synchronise: every earlier error must have been reported by then.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def generate(seed: int) -> Program:
     """The program of this seed."""
     writer = _Writer(random.Random(seed))
     program = writer.program(seed)
-    # By another generator, so that most seeds make the programs that they made before there were these.
+    # From other generators, so that most seeds make the same programs as before these were added.
     rng = random.Random(f"more {seed}")
     if rng.random() < 0.12:
         program["models"][0]["layers"].append({"kind": "complex", "view": rng.choice(COMPLEX)})
@@ -78,14 +78,14 @@ def generate(seed: int) -> Program:
     _add_modes(program, rng, needs_unused=writer.needs_unused)
     rng = random.Random(f"between {seed}")
     if rng.random() < 1 / 8:
-        # A wrapper warns once, which ends the program, unless that catches it. On a device no bytes are
-        # looked at, and set_value() counts up no version.
+        # A wrapper warns once, which ends the program, unless the program catches it. On a device Paceline
+        # does not look at bytes, and set_value() counts up no version.
         catches = any(op["op"] == "try" for _, op in numbered(program["ops"]))
         write_buffers(program, rng, may_differ=not catches and not device.IS_THERE)
     if rng.random() < 1 / 8:
         set_flags(program["ops"], rng)
     if rng.random() < 1 / 10:
-        # Of a model that is frozen whole Paddle runs no backward, and says nothing.
+        # For a model that is frozen entirely, Paddle silently runs no backward.
         program["models"][0]["layers"].append({"kind": "linear"})
         freeze_around(program["ops"], rng)
     if '"norm"' not in json.dumps(program["models"]):  # frozen in part, it calls hooks without a gradient
@@ -102,10 +102,10 @@ def generate(seed: int) -> Program:
 
 
 def _compare_inputs(program: Program, rng: random.Random) -> None:
-    """Let some programs compare gradients of inputs, half of them with memory that a parameter's has, too.
+    """In some programs, compare gradients of inputs, half of them in a parameter gradient's memory.
 
-    Paddle adds to such memory twice where a layer is used again, hooks of the user's may change it, and it
-    crashes where a graph with a PyLayer is kept.
+    Paddle adds to such memory twice if a layer is used again, hooks of the user may change it, and it crashes
+    if a graph with a PyLayer is kept.
     """
     if rng.random() > 1 / 6:
         return
@@ -122,12 +122,12 @@ def modes_of(program: Program) -> list[str]:
 
 
 def _add_modes(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
-    """Let every third program run in one more mode, and some of these by four ranks of two hosts only."""
+    """Run every third program in one more mode, and some of these only with four ranks on two hosts."""
     draw = rng.random()
     if draw > 1 / 3:
         return
     mode = rng.choice(MORE_UNUSED_MODES if needs_unused or rng.random() < 0.2 else MORE_MODES)
-    if draw < 1 / 12 and mode.startswith("hosts"):  # what it says of each rank it says of the others in turn
+    if draw < 1 / 12 and mode.startswith("hosts"):  # values per rank repeat for the other ranks
         program["ranks"] = 4
         program["modes"] = [mode]
     else:
@@ -135,7 +135,7 @@ def _add_modes(program: Program, rng: random.Random, *, needs_unused: bool) -> N
 
 
 def _put_on_device(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
-    """Let a program run on a device, in two modes and in no other, without sparse gradients."""
+    """Run a program on a device, in two modes and in no other, without sparse gradients."""
     program["modes"] = rng.sample(
         DEVICE_UNUSED_MODES if needs_unused or rng.random() < 0.3 else DEVICE_MODES, 2
     )
@@ -150,7 +150,7 @@ def _make_dense(layers: list[dict[str, Any]]) -> None:
 
 
 def has_own_operations(layers: list[dict[str, Any]]) -> bool:
-    """Whether there is a PyLayer in it."""
+    """True if there is a PyLayer in it."""
     return any(
         layer.get("kind") in ("own", "trap")
         or layer.get("reentrant")
@@ -263,10 +263,10 @@ class _Writer:
         return ops
 
     def hook(self, where: dict[str, Any]) -> Op:
-        kinds = HOOKS if not self.is_weighted else HOOKS[3:]  # the others change what was weighed before
+        kinds = HOOKS if not self.is_weighted else HOOKS[3:]  # others follow the weight
         return self.do("hook", kind=self.rng.choice(kinds), param=self.rng.randint(0, 6), **where)
 
-    # --- pieces of steps ---
+    # --- parts of steps ---
 
     def do(self, name: str, **arguments: Any) -> Op:
         return {"op": name, **arguments}
@@ -293,7 +293,7 @@ class _Writer:
         rng = self.rng
         sure = (
             sure or self.many_models or self.is_weighted
-        )  # what is there would count as a gradient of weight 1
+        )  # existing gradients would count as gradients of weight 1
         if not sure and rng.random() < 0.1:
             return []
         arguments: dict[str, Any] = {}
@@ -416,7 +416,7 @@ class _Writer:
         ops = [*self.clear(sure=True), *before, attempt]
         if two:
             ops.extend([self.backward("b"), *self.end()])
-        if rng.random() < 0.4:  # whoever catches may catch more than its own
+        if rng.random() < 0.4:  # the handler may catch errors of Paceline, too
             again = [*self.clear(sure=True), *self.plain(), *self.end()]
             ops.append(self.do("try", body=again, otherwise=[self.do("clear")]))
         return ops
@@ -454,13 +454,14 @@ class _Writer:
         return ops
 
     def joined(self, rng: random.Random) -> list[Op]:
-        """Uneven data within join(): of model 0, and with an optimizer that keeps nothing of its steps."""
+        """Uneven data within join(): of model 0, and with an optimizer that keeps no state of its steps."""
         counts = [rng.randint(1, 3) for _ in range(self.ranks)]
         body = [self.do("clear", zero=rng.random() < 0.5), *self.plain(), self.do("step", model=0)]
         if self.many_models:
             body = [{**op, "model": 0} if op["op"] == "clear" else op for op in body]
         loop = self.do("iterate", how="join", counts=counts, body=body)
-        # Of frozen parameters, too: what is left there is averaged only where unused parameters are allowed.
+        # Gradients of frozen parameters, too: their remainders are averaged only if unused parameters are
+        # allowed.
         ops = [self.do("optimizer", kind="sgd"), self.do("clear", zero=False, how="tensor"), loop]
         if rng.random() < 0.5:  # no clearing in between
             ops.extend([*self.plain(), self.do("step", model=0)])

@@ -1,4 +1,4 @@
-"""Runs a program of the Paddle grammar as one rank. Who averages is a `Subject`; this file does not know.
+"""Runs a program of the Paddle grammar as one rank. A `Subject` averages; this file is independent of it.
 
 `Machine._op_...` are the ops, with their defaults.
 """
@@ -29,10 +29,10 @@ OPTIMIZERS = {
 
 
 class Subject(Protocol):
-    """Who averages.
+    """The wrapper that averages.
 
     Attributes:
-        simulates: It is the reference: everything is computed in float64, and nothing is averaged here.
+        simulates: It is the reference: everything is computed in float64, and it does not average.
     """
 
     simulates: bool
@@ -73,13 +73,13 @@ class Machine(Walker):
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
         self._lost: list[paddle.Tensor] = []
-        self._written_apart: set[int] = set()  # models with buffers of which ranks may have other values
+        self._written_apart: set[int] = set()  # models with buffers whose values may differ between ranks
         self.dtype = "float64" if subject.simulates else program.get("dtype", "float32")
         paddle.set_default_dtype(self.dtype)
         for spec in program["models"] or [{}]:
             net = Net(spec, self.nets[:], self.traps, subject.simulates)
             if rank and not any(layer["kind"] == "borrow" for layer in spec.get("layers", [])):
-                net.last.set_value(net.last * (1 + rank))  # wrapping must mend this
+                net.last.set_value(net.last * (1 + rank))  # wrapping must repair this
             self.nets.append(net)
             self.specs.append(spec)
 
@@ -260,7 +260,7 @@ class Machine(Walker):
                     total.backward(retain_graph=keeps)
                 else:
                     paddle.autograd.backward([loss.value for loss in losses], retain_graph=keeps)
-        # Paddle runs no backward, and says nothing, where all that a loss depends on is frozen.
+        # Paddle silently runs no backward if all tensors that a loss depends on are frozen.
         backward_sync = [loss for loss in losses if loss.is_syncing and not loss.value.stop_gradient]
         is_local = op.get("no_sync") or not op.get("flag", True)
         synced = [] if is_local else sorted({loss.model for loss in backward_sync})
@@ -277,9 +277,9 @@ class Machine(Walker):
         self._note_inputs([loss for loss in losses if loss.inputs], synced)
 
     def _note_inputs(self, losses: list[Loss], synced: list[int]) -> None:
-        """Gradients of inputs, which are this rank's own.
+        """Note gradients of inputs, which are local to this rank.
 
-        A backward without sync returns, although its forward has used a buffer that ranks have written apart.
+        A backward without sync returns even if its forward has used a buffer on which the ranks differ.
         """
         for number, loss in enumerate(losses):
             values = {f"{number}": _value(x.grad) for x in loss.inputs}
@@ -288,13 +288,13 @@ class Machine(Walker):
             self._note(loss.model, f"input {number}", values, False)
 
     def _set_flag(self, models: list[int], is_syncing: bool) -> None:
-        """Set it outside of no_sync(): the reference goes by the flag of the backward alone."""
+        """Set it outside of no_sync(): the reference uses only the flag of the backward."""
         for model in models:
             if not self.subject.simulates:
                 self.wrappers[model].grad_need_sync = is_syncing
 
     def _op_write(self, op: Op, label: str) -> None:
-        """Write to the buffers that no forward writes. Right is what rank 0 writes, on all ranks.
+        """Write to the buffers that no forward writes. Rank 0's values are right, on all ranks.
 
         Or a warning on all ranks, which is an error in these runs. A forward in no_sync() may still use this
         rank's own value.
@@ -302,7 +302,7 @@ class Machine(Walker):
         if are_apart(op) and not self.options.get("forward_sync_buffers"):
             self._written_apart.add(op.get("model", 0) % len(self.nets))
         value = of_rank(op.get("values", 1.0), 0 if self.subject.simulates else self.rank)
-        if value is None:  # this rank writes nothing
+        if value is None:  # this rank does not write
             return
         for layer in self.nets[op.get("model", 0) % len(self.nets)].sublayers():
             if not isinstance(layer, Factor):
@@ -315,7 +315,7 @@ class Machine(Walker):
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:
-        """In the reference: weigh what this backward adds to gradients."""
+        """In the reference: apply the weight of this backward to the gradients that it adds."""
         weighed = {m: self.weights.pop(m) for m in models if m in self.weights}
         if not self.subject.simulates or not weighed:
             yield
@@ -352,13 +352,13 @@ class Machine(Walker):
                 self.optimizers[model].clear_grad(set_to_zero=zero)
             elif how == "tensor":
                 for p in net.parameters():
-                    if not p.stop_gradient:  # what ranks do with those that are frozen is not averaged
+                    if not p.stop_gradient:  # the ranks' frozen gradients are not averaged
                         p.clear_gradient(set_to_zero=zero)
             else:
                 layer = self.wrappers.get(model, net) if how == "wrapper" else net
                 layer.clear_gradients(set_to_zero=zero)
             for p in net.parameters():
-                if self._tainted and p.stop_gradient:  # Paddle leaves what the backward that has raised made
+                if self._tainted and p.stop_gradient:  # Paddle keeps the failed backward's gradients
                     put(p, None)
         self._tainted = False
         self.weight_so_far.clear()
@@ -374,10 +374,10 @@ class Machine(Walker):
                 continue
             true = sum(float(p.grad.astype("float64").square().sum()) for p in trainable) ** 0.5
             if hasattr(type(wrapper), "clip_grad_norm_"):
-                told = float(wrapper.clip_grad_norm_(op.get("max", 1.0)))
+                reported = float(wrapper.clip_grad_norm_(op.get("max", 1.0)))
             else:
-                told = float(nn.utils.clip_grad_norm_(trainable, op.get("max", 1.0)))
-            self._note_norm(told, true, max(paddle.finfo(p.grad.dtype).eps for p in trainable))
+                reported = float(nn.utils.clip_grad_norm_(trainable, op.get("max", 1.0)))
+            self._note_norm(reported, true, max(paddle.finfo(p.grad.dtype).eps for p in trainable))
 
     def _op_scale_grads(self, op: Op, label: str) -> None:
         if self._is_sparse:
@@ -400,7 +400,7 @@ class Machine(Walker):
                 if model in self.wrappers:
                     self._note_parameters(model)
 
-    # --- what is told ---
+    # --- recording values ---
 
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         net = self.nets[model]
@@ -421,9 +421,9 @@ class Machine(Walker):
         self._note(model, "parameters", values, True)
 
     def _is_own(self, error: BaseException) -> bool:
-        return super()._is_own(error) or "UserError: raised in " in str(error)  # Paddle's own words around it
+        return super()._is_own(error) or "UserError: raised in " in str(error)  # Paddle's own text around it
 
-    # --- small things ---
+    # --- helpers ---
 
     def _net(self, op: Op) -> Net:
         net: Net = self.nets[op.get("model", 0) % len(self.nets)]
@@ -439,7 +439,7 @@ class Machine(Walker):
 
 
 def has_layer(specs: list[dict[str, Any]], kind: str) -> bool:
-    """Whether a model, or a layer, has a layer of this kind in it."""
+    """True if a model, or a layer, contains a layer of this kind."""
     return any(spec.get("kind") == kind or has_layer(spec.get("layers", []), kind) for spec in specs)
 
 
@@ -455,17 +455,17 @@ def held(p: paddle.Tensor) -> paddle.Tensor | None:
 
 
 def put(p: paddle.Tensor, gradient: paddle.Tensor | None) -> None:
-    """Replace the gradient, in memory of its own; whoever shared the old memory keeps it."""
+    """Replace the gradient, in new memory; other tensors that share the old memory keep it."""
     if gradient is not None:
         p._copy_gradient_from(gradient.detach().clone())
-        p._unset_fake_empty()  # as clear_gradient() leaves it, the next backward would replace it
+        p._unset_fake_empty()  # after clear_gradient(), the next backward would replace it
     elif p.grad is not None:
-        p._copy_gradient_from(paddle.empty([1], p.dtype))  # else `None` takes the memory from the others, too
+        p._copy_gradient_from(paddle.empty([1], p.dtype))  # otherwise `None` frees the others' memory, too
         p.clear_gradient(False)
 
 
 def dense(gradient: paddle.Tensor, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    """The values, where a sparse gradient has no row: zeros."""
+    """The values, with zeros for the rows that a sparse gradient lacks."""
     if not gradient.is_selected_rows():
         return np.array(gradient.detach().numpy())
     selected = gradient.get_selected_rows()

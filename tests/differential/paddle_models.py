@@ -1,7 +1,7 @@
 """From a model's data to a Paddle layer. Every layer maps [batch, WIDTH] to [batch, WIDTH].
 
-The layers are the ways in which a parameter's gradient may come about: through views, shared memory, several
-uses, recomputation, rows only, a PyLayer. See `LAYERS` for what each is.
+The layers cover the ways in which a parameter's gradient is made: through views, shared memory, several uses,
+recomputation, rows only, a PyLayer. See `LAYERS` for each.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WIDTH = 4
 
 
 class Batch:
-    """What one forward gets besides its input.
+    """The arguments of one forward besides its input.
 
     Attributes:
-        rank: Of the process, or the one that is simulated.
+        rank: Of the process, or the simulated one.
         number: How many forwards this rank has made before.
         rows: For embeddings, one of each sample.
-        weight: What the forward weighs, where forwards have weights.
-        runs: How often layers were run that may be run again in backward.
+        weight: The weight of the forward, in programs whose forwards have weights.
+        runs: How often layers have run that backward may recompute.
     """
 
     def __init__(self, rank: int, number: int, rows: paddle.Tensor, weight: float = 1.0) -> None:
@@ -62,7 +62,7 @@ _SHAPES: dict[str, list[int]] = {
 
 
 class Add(nn.Layer):
-    """An addition of a parameter behind a view: its gradient may share memory with that of x."""
+    """Adds a parameter behind a view: its gradient may share memory with that of x."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Scale(nn.Layer):
 
 
 class Table(nn.Layer):
-    """x + the mean of a parameter's rows: any number of rows does, so its shape may change."""
+    """x + the mean of a parameter's rows: it may have any number of rows, so its shape may change."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Buffer(nn.Layer):
 
 
 class Complex(nn.Layer):
-    """x times what is made of a parameter by way of complex numbers, of which it holds both parts."""
+    """x times a value made from a parameter through complex numbers, of which it holds both components."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -178,9 +178,9 @@ class Norm(nn.Layer):
 
 
 class _Added(paddle.autograd.PyLayer):
-    """x + p, whose backward gives p the memory that it got.
+    """x + p; its backward returns the incoming gradient's memory as the gradient of p.
 
-    `shares`: to both. If that is accumulated, Paddle itself adds wrongly.
+    `shares`: as the gradients of both. If that is accumulated, Paddle itself adds wrongly.
     """
 
     @staticmethod
@@ -198,7 +198,7 @@ class _Added(paddle.autograd.PyLayer):
 
 
 class Own(nn.Layer):
-    """An operation of the user's own (a PyLayer)."""
+    """An operation of the user (a PyLayer)."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -260,10 +260,10 @@ class Nested(nn.Layer):
 
 
 class Gate(Nested):
-    """Layers that some forwards pass by.
+    """Layers that some forwards skip.
 
-    On other ranks than `ranks`, before `after` so many, in all but one of `every`, or where `skips` has
-    [rank, number of the forward].
+    They are skipped on other ranks than `ranks`, before `after` forwards, in all but one of `every`, or if
+    `skips` has [rank, number of the forward].
     """
 
     def forward(self, x: paddle.Tensor, batch: Batch) -> paddle.Tensor:
@@ -278,7 +278,7 @@ class Gate(Nested):
 
 
 class Recompute(Nested):
-    """Layers that are run again in backward; `twice`: in two parts."""
+    """Layers that are recomputed in backward; `twice`: in two segments."""
 
     def forward(self, x: paddle.Tensor, batch: Batch) -> paddle.Tensor:
         for _ in range(1 + bool(self.spec.get("twice"))):
@@ -352,8 +352,8 @@ class Net(nn.Layer):
     Args:
         spec: `layers`, and `frozen`: numbers of parameters that do not train.
         others: Models of the program that come before.
-        traps: What its traps look at.
-        simulates: It is one of the reference's.
+        traps: The state that its traps look at.
+        simulates: Whether it belongs to the reference.
     """
 
     def __init__(self, spec: dict[str, Any], others: list[Net], traps: Traps, simulates: bool) -> None:
@@ -362,7 +362,7 @@ class Net(nn.Layer):
         self.__dict__.update(others=others, traps=traps, simulates=simulates, filled=[])
         for layer in spec.get("layers", []):
             self.layers.append(make_layer(layer, self))
-        self.last = self.create_parameter([WIDTH])  # so that no model is without a parameter
+        self.last = self.create_parameter([WIDTH])  # so that each model has a parameter
         self.fill(17 + len(others))
         for number in spec.get("frozen", []):
             parameter_of(self, number).stop_gradient = True
@@ -394,6 +394,6 @@ def make_layer(spec: dict[str, Any], net: Net) -> nn.Layer:
 
 
 def parameter_of(net: nn.Layer, number: int) -> paddle.Tensor:
-    """One that is trained, or was before it was frozen; never running statistics."""
+    """A parameter that is trained, or was before it was frozen; never running statistics."""
     parameters = [p for name, p in net.named_parameters() if not name.endswith(("_mean", "_variance"))]
     return parameters[number % len(parameters)]

@@ -1,4 +1,4 @@
-"""Bugs that are put into a rank, to see that the fuzzer finds them."""
+"""Bugs that are injected into a rank, to test that the fuzzer finds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _is_in = False
 
 
 def put_in(name: str, rank: int) -> None:
-    """Put the bug in, for good."""
+    """Inject the bug; it stays."""
     global _is_in
     if not _is_in:
         _is_in = True
@@ -49,7 +49,7 @@ def _die(rank: int) -> None:
 
 
 def _wrong_sum_over_a_group(rank: int) -> None:
-    """What a rank gives to paddle.distributed is not what it got."""
+    """A rank passes wrong values to paddle.distributed."""
     real = PaddleTransport.launch
 
     def launch(self: Any, bucket: int, scale: float) -> Any:
@@ -63,13 +63,13 @@ def _wrong_cast(rank: int) -> None:
     real = Gradients._in_own_dtype
 
     def in_own_dtype(self: Any, index: int) -> paddle.Tensor:
-        told, place = real(self, index), self._places[index]
-        return told if told is place else 0.75 * told
+        mean, place = real(self, index), self._places[index]
+        return mean if mean is place else 0.75 * mean
 
     Gradients._in_own_dtype = in_own_dtype  # type: ignore[method-assign]
 
 
-def _join_counts_who_has_data(rank: int) -> None:
+def _join_counts_ranks_with_data(rank: int) -> None:
     """Within join(), the mean is that of the ranks with data, as after finish()."""
     real = parallel.joining
 
@@ -104,6 +104,6 @@ MUTATIONS = {
     "die": _die,
     "wrong sum over a group": _wrong_sum_over_a_group,
     "wrong cast": _wrong_cast,
-    "join counts who has data": _join_counts_who_has_data,
+    "join counts who has data": _join_counts_ranks_with_data,
     "reports no writes": _reports_no_writes,
 }

@@ -32,7 +32,7 @@ class Ranks(Lockstep):
         kept = {rank: [held(p) for p in rows[rank]] for rank in range(len(rows)) if rank not in active}
         for column in zip(*rows):
             if kept and all(p.stop_gradient for p in column):
-                continue  # frozen: what is left from before stays as it is
+                continue  # frozen: existing gradients stay as they are
             mean = _mean([(column[rank].grad, weights[rank]) for rank in active], whole)
             for rank, p in enumerate(column):
                 if mean is not None:
@@ -78,7 +78,7 @@ def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:
     warnings.simplefilter("ignore")
 
     def run(program: Program, options: dict[str, Any]) -> Any:
-        paddle.set_grad_enabled(True)  # an error in a backward of the program before may have left them off
+        paddle.set_grad_enabled(True)  # an error in a backward of the previous program may have left them off
         return ReferenceRun(Ranks(program, options["refused"], options["parting"]).run())
 
     return run

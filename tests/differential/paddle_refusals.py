@@ -1,7 +1,7 @@
-"""What Paceline may refuse: errors that its documentation promises, by what a program does.
+"""Refusals: errors that Paceline's documentation promises, by features of a program.
 
 A program that ended in an error on all ranks is fine if a row here names the error and the program has the
-row's feature; if not, Paddle's own wrapper runs it, and if that trains, it is listed as a refusal to look at.
+row's feature. If not, Paddle's own wrapper runs it, and if that trains, it is listed as a refusal to look at.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from tests.differential.between import are_apart
 from tests.differential.programs import Program, numbered
 
 EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
-    # a feature, the errors that it may end in, and where that is written
-    ("an error of the program's own", ("*",), "the docs: a rank that raised is told by all"),
+    # a feature, the errors that it may end in, and the place in the documentation
+    ("an error of the program's own", ("*",), "the docs: all ranks raise if one has raised"),
     ("op swap grown", ("ConfigError",), "another shape after wrapping"),
     ("op swap shrunk", ("ConfigError",), "another shape after wrapping"),
     ("op swap dtype", ("*",), "conversions after wrapping; Paddle's own operations refuse most"),
@@ -45,7 +45,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
 
 
 def expected_refusal(program: Program, mode: str, error: str) -> str | None:
-    """Why this program may end in this error in this mode; None: no row says so."""
+    """The reason why this program may end in this error in this mode; None: no row has one."""
     has = features_of(program) | ({"mode static"} if "static" in mode else set())
     for feature, errors, why in EXPECTED:
         if feature in has and (error in errors or "*" in errors):
@@ -54,7 +54,7 @@ def expected_refusal(program: Program, mode: str, error: str) -> str | None:
 
 
 def features_of(program: Program) -> set[str]:
-    """What this table and `paddle_differences.py` tell programs by."""
+    """The features by which this table and `paddle_differences.py` classify programs."""
     found: set[str] = set()
     for _, op in numbered(program["ops"]):
         found.add("op " + " ".join(str(op[key]) for key in ("op", "how") if key in op))

@@ -1,4 +1,4 @@
-"""Who averages in a real rank: Paceline in each of its modes, or Paddle's own DataParallel over Gloo."""
+"""The wrappers of a real rank: Paceline in each of its modes, or Paddle's own DataParallel over Gloo."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ MODES: dict[str, dict[str, Any]] = {
     "device unused": {**_TINY, "find_unused_parameters": True},
     "device static": {"static_graph": True},
 }
-"""What is passed to the wrapper.
+"""The arguments of the wrapper.
 
-"group": over Gloo, through paddle.distributed. "hosts": in the memory of each host, and
-between several. "device": over the streams of a device (`tests.device.paddle`).
+"group": over Gloo, through paddle.distributed. "hosts": in the memory of each host, and between several.
+"device": over the streams of a device (`tests.device.paddle`).
 """
 
 PADDLE = "paddle"
@@ -98,13 +98,13 @@ class Groups:
             "PADDLE_DISTRI_BACKEND": device.BACKEND if is_on_device else "gloo",
             f"FLAGS_selected_{device.NAME}s": str(self._rank),
         }
-        if self._rank:  # whoever comes before the store is there tries again after 3 s
+        if self._rank:  # a rank that comes before the store exists tries again after 3 s
             _until(lambda: _listens(port))
         dist.init_parallel_env()
 
     @contextlib.contextmanager
     def on_hosts(self) -> Iterator[None]:
-        """Within it a rank says which host it is on: two hosts of two ranks, or some of one."""
+        """A context in which a rank declares its host: two hosts of two ranks, or some of one."""
         hosts = 2 if self._world_size == 4 else self._world_size
         number = self._rank * hosts // self._world_size
         with on_host(number):
@@ -155,7 +155,7 @@ class Ours:
         wrapper.finish(step)
 
     def backwards(self, wrapper: Any) -> int:
-        """How many backward passes of this wrapper were good so far; a framework's own does not say."""
+        """The number of good backwards of this wrapper; a framework's own wrapper has no such count."""
         return getattr(wrapper, "num_good_passes", 0)
 
     def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
@@ -166,7 +166,7 @@ class Ours:
 
 
 class Paddles(Ours):
-    """Paddle's own wrapper, with what it has of Paceline's options."""
+    """Paddle's own wrapper, with its equivalents of Paceline's options."""
 
     def wrap(self, net: nn.Layer, options: dict[str, Any]) -> Any:
         self._groups.paddle()

@@ -1,19 +1,19 @@
-"""Forked ranks that run one program after the other. Knows no framework.
+"""Forked ranks that run one program after the other. Independent of the framework.
 
-A world is some ranks, forked from this process, which has imported the framework and runs nothing of it.
+A world is a set of ranks, forked from this process, which has imported the framework and runs nothing of it.
 The reference is a world of one. Each rank waits for a program on a pipe and answers with its record. After a
 program that raised, the world is thrown away: a fork and new groups cost tens of milliseconds.
 
-A rank whose program ends with an exception tells so and exits at once, as a script would; so its peers learn
-of it. A rank that has reached the end while others wait is told to leave after `GRACE_S`; nobody is left to
-run another program then, even if the others reach theirs. Who has not answered at the deadline is asked for
-its stacks and killed.
+A rank whose program ends with an exception reports that and exits at once, as a script would; so its peers
+notice. If a rank has reached the end while others still wait, it is asked to leave after `GRACE_S`; then the
+world runs no further program, even if the other ranks reach the end. A rank that has not answered at the
+deadline prints its stacks on request and is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import encodings.ascii  # with paceline's two: what a group imports when it forms, in every fork
+import encodings.ascii  # with paceline's two: a group imports them when it forms, in every fork
 import encodings.idna  # noqa: F401
 import faulthandler
 import gc
@@ -53,8 +53,8 @@ class Worker:
     """A forked process that answers.
 
     Args:
-        make: Called in the child; returns what runs programs.
-        log: Where the child prints.
+        make: Called in the child; returns the function that runs programs.
+        log: The file for the child's output.
         others: Ends of pipes that the child must not hold.
     """
 
@@ -66,7 +66,7 @@ class Worker:
         self._ending = ""
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # else each collection walks all of the framework's objects, and copies their pages
+        gc.freeze()  # otherwise each collection walks all of the framework's objects, and copies their pages
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
@@ -84,7 +84,7 @@ class Worker:
         theirs.close()
 
     def ask(self, task: object) -> None:
-        """Have it run a task: the arguments of what `make` returned."""
+        """Make it run a task: the arguments of the function that `make` returned."""
         self.pipe.send_bytes(pickle.dumps(task))
 
     def answer(self) -> Any:
@@ -99,13 +99,13 @@ class Worker:
             os.kill(self.pid, STACKS_SIGNAL)
 
     def tail(self) -> str:
-        """The end of what it printed: an error of an engine below, and all stacks after it."""
+        """The end of its output: an error of a library, and all stacks after it."""
         with contextlib.suppress(OSError):
             return self._log.read_text(errors="replace")[-TAIL_CHARS:]
         return ""
 
     def end(self, *, kills: bool = True) -> str:
-        """Wait until it has ended, and tell how it did."""
+        """Wait until it has ended, and return how it did."""
         if not self._ending:
             self.pipe.close()
             if kills:
@@ -117,7 +117,7 @@ class Worker:
 
 
 def _follow_parent() -> None:
-    """Die when the parent does; and have a lifeline of its own for those that this process forks."""
+    """Die when the parent does; drop the lifeline, so that this process makes its own for its forks."""
     os.setsid()
     die_with(_lifeline[0])
     _lifeline.clear()
@@ -167,7 +167,7 @@ class World:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, program: Program, options: dict[str, Any]) -> list[Record | Lost]:
-        """What every rank saw of it."""
+        """Run a program, and return the record of every rank."""
         self._start()
         for worker in self._workers:
             worker.ask((program, options))
@@ -212,7 +212,7 @@ class World:
             self._workers.append(Worker(make, folder / f"rank-{rank}.log", pipes))
 
     def _send_back(self, answers: list[Record | Lost | None]) -> None:
-        """Those who have reached the end leave, as a script does that has no more to do."""
+        """Make the ranks that have reached the end leave, as a script that has finished does."""
         for worker, answer in zip(self._workers, answers):
             if answer is not None:
                 with contextlib.suppress(OSError):

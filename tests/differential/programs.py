@@ -1,9 +1,9 @@
-"""Programs as data: how they are walked, numbered and shown. Knows no framework.
+"""Programs as data: how they are walked, numbered and shown. Independent of the framework.
 
 A program is a dict that JSON can hold: `ranks`, `models` (each with `layers`, which may hold `layers`), and
-`ops`, each a dict with its name under "op"; `body` and `otherwise` hold more of them. Whatever a program
-leaves out has a default, and whatever it names that does not exist is passed over: any part of a program is
-a program too, which is what makes shrinking simple.
+`ops`, each a dict with its name under "op"; `body` and `otherwise` hold more of them. Every missing value has
+a default, and references to missing objects are skipped. So any subset of a program is a program too, which
+makes shrinking simple.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def nested(op: Op) -> list[Op]:
 
 
 def is_weighted(program: Program) -> bool:
-    """Whether it gives weights to backwards, or to forwards."""
+    """True if it gives weights to backwards, or to forwards."""
     return bool(program.get("weighs")) or any(op["op"] == "weight" for _, op in numbered(program["ops"]))
 
 
 def features(program: Program) -> list[str]:
-    """What a program has in it, for the table: its ops and its layers, with the options that matter."""
+    """The features of a program, for the table: its ops and its layers, with the options that matter."""
     found = set()
     for _, op in numbered(program["ops"]):
         found.add("op " + " ".join(str(op[key]) for key in ("op", "how", "kind", "place") if key in op))

@@ -1,4 +1,4 @@
-"""What one rank reports of its run of a program. Knows no framework.
+"""The report of one rank on its run of a program. Independent of the framework.
 
 A record is a list of events in order, and how the program ended. Arrays are numpy's: a digest of all bytes,
 by which ranks are compared with each other, and a sample of values, which is compared with the reference.
@@ -21,7 +21,7 @@ class Value:
 
     Attributes:
         digest: Of all bytes, the shape and the dtype.
-        sample: Of its elements: all of them if they are few.
+        sample: Some of its elements: all of them if they are few.
     """
 
     digest: bytes
@@ -47,14 +47,14 @@ class Event:
         kind: "gradients", "parameters", "buffers", "input" and a number (the gradient of an input), "norm",
             "error" or "finished" (no data left).
         values: By name; None: the parameter has no gradient.
-        model: Whose values, or of which there are no more data.
+        model: The model with these values, or without further data.
         shared: All ranks must see the same bits.
-        tainted: Nobody promises anything of these values: an error came before, and nothing was cleared.
-        told, true: Of a norm: what the subject said, and what it was.
+        tainted: These values may be anything: an error came before, and gradients were not cleared.
+        reported, true: Of a norm: the subject's result, and the true norm.
         within: Of a norm: how far apart the two may be, relative to it.
         error, text: Of an error: its type and its message.
         by_user: The error is one that the program itself raised.
-        recomputed: Of an error in a backward: it had run layers again by then.
+        recomputed: Of an error in a backward: it had recomputed layers by then.
         made: Of an error in a backward of several models: those whose means had come by then.
     """
 
@@ -64,7 +64,7 @@ class Event:
     model: int = 0
     shared: bool = False
     tainted: bool = False
-    told: float = 0.0
+    reported: float = 0.0
     true: float = 0.0
     within: float = 0.0
     error: str = ""
@@ -76,7 +76,7 @@ class Event:
 
 @dataclass
 class Record:
-    """What one rank saw of a program.
+    """The events of one rank in a program.
 
     Attributes:
         events: In order.
@@ -87,18 +87,18 @@ class Record:
     raised: Event | None = None
 
     def errors(self) -> list[Event]:
-        """Those that the program caught, and the one that ended it."""
+        """The errors that the program caught, and the one that ended it."""
         caught = [event for event in self.events if event.kind == "error"]
         return caught if self.raised is None else [*caught, self.raised]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Instead of a record: the process of this rank ended, or did not answer in time.
+    """Replaces a record if the process of this rank ended, or did not answer in time.
 
     Attributes:
         how: "hung", or the signal or status.
-        stacks: What it printed, its stacks among it.
+        stacks: Its output, with its stacks.
     """
 
     how: str

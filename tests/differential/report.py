@@ -1,4 +1,4 @@
-"""The table of a long run, as it is committed. Knows no framework."""
+"""The table of a long run, in its committed form. Independent of the framework."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.differential.jobs import Tally
 from tests.differential.judge import ENGINE_CRASH, EQUAL, INVALID, KNOWN, REFUSED, USER_ERROR
 
 SILENT = ("ranks differ", "a rank went on alone", "wrong")
-"""How the kinds of findings begin in which training would have gone on with wrong values, and nobody told."""
+"""Prefixes of the kinds of findings in which training would have continued silently with wrong values."""
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What a table says of its run, besides the tally.
+    """The facts of a run in its table, besides the tally.
 
     Attributes:
         framework: "torch" or "paddle".
         first_seed: The programs are those of this seed and of the ones that follow.
-        command: With which it can be repeated.
+        command: The command that repeats it.
     """
 
     framework: str
@@ -31,10 +31,10 @@ class Campaign:
 
 
 def table(tally: Tally, campaign: Campaign) -> str:
-    """Markdown: the seeds, the outcomes by mode, findings, and what the programs had in them.
+    """Markdown: the seeds, the outcomes by mode, findings, and the features of the programs.
 
     Example:
-        Of one program in one mode, equal: "1 programs, 1 runs", a row
+        For one program in one mode, equal: "1 programs, 1 runs", a row
         "| default | 1 | 1 | 0 | 0 | 0 | 0 | 0 |".
     """
     last = campaign.first_seed + tally.programs - 1
@@ -74,7 +74,7 @@ def table(tally: Tally, campaign: Campaign) -> str:
 
 
 def write(text: str, path: Path, framework: str) -> Path:
-    """Write a table to a file; into a folder: to a file that names itself, as those of benchmarks/results."""
+    """Write a table to a file; into a folder under a derived name, as in benchmarks/results."""
     if path.is_dir():
         machine = Machine.here()
         path = path / f"differential-{framework}_{machine.slug}.md"
@@ -89,7 +89,7 @@ def _mode_row(mode: str, counts: Counter[str]) -> str:
 
 
 def _incumbents(tally: Tally) -> list[str]:
-    """What the framework's own wrapper gave, where it was asked."""
+    """The results of the framework's own wrapper, if it ran."""
     if not tally.by_incumbent:
         return []
     columns = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, KNOWN, "finding")
@@ -130,7 +130,7 @@ def _counted(title: str, counts: Counter[str]) -> list[str]:
 
 
 def _commit() -> str:
-    """Of the working tree; "+" where files differ from it."""
+    """The commit of the working tree; "+" if files differ from it."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

@@ -1,7 +1,7 @@
-"""One program in its modes, with its references. Knows no framework.
+"""One program in its modes, with its references. Independent of the framework.
 
 A `Session` has worlds of ranks, one for each number of ranks, and a reference. A finding is run again in new
-worlds, so that what a program before it has left behind is told apart.
+worlds, to exclude effects of earlier programs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Finding:
     Attributes:
         program: As small as it could be made.
         mode: In which it failed.
-        verdict: What was expected and what came.
+        verdict: The expected and the actual result.
         is_alone: It fails in new worlds too; otherwise a program before it is to blame.
     """
 
@@ -49,11 +49,12 @@ class Finding:
     is_alone: bool = True
 
     def __str__(self) -> str:
-        told = self.verdict
+        verdict = self.verdict
         alone = "" if self.is_alone else "\nnot seen again in new processes: timing, or what ran before"
         return (
-            f"{told.kind}, at op {told.at}, mode {self.mode!r}, seed {self.program.get('seed')}{alone}\n"
-            f"{told.text}\n{show(self.program)}"
+            f"{verdict.kind}, at op {verdict.at}, mode {self.mode!r}, "
+            f"seed {self.program.get('seed')}{alone}\n"
+            f"{verdict.text}\n{show(self.program)}"
         )
 
 
@@ -66,8 +67,8 @@ class Session:
     """Runs programs.
 
     Args:
-        frontend: A module as `torch_frontend`.
-        mutation: A bug to put into the ranks.
+        frontend: A module like `torch_frontend`.
+        mutation: A bug to inject into the ranks.
         deadline_s: For each program.
     """
 
@@ -98,7 +99,7 @@ class Session:
         """Run it in one mode, or under the framework's own wrapper, and judge it."""
         verdict, records = self._compare(program, mode)
         if self.is_incumbent(mode):
-            if verdict.kind != EQUAL:  # whatever is left of it in a group belongs to no other program
+            if verdict.kind != EQUAL:  # its remains in a group must not reach another program
                 self._end_worlds()
             return self._weigh_incumbent(program, verdict)
         if verdict.kind == REFUSED and not is_uneven(records):
@@ -106,7 +107,7 @@ class Session:
         return verdict
 
     def is_incumbent(self, mode: str) -> bool:
-        """Whether the framework's own wrapper averages in this mode."""
+        """True if the framework's own wrapper averages in this mode."""
         return mode in self._frontend.INCUMBENTS
 
     def _compare(self, program: Program, mode: str) -> tuple[Verdict, list[Record | Lost]]:
@@ -116,7 +117,7 @@ class Session:
         records = drop(records)
         refused = raised_everywhere(records)
         readings: list[list[Record]] = []
-        # The further ones are for what the framework itself gets wrong.
+        # The further references are for mistakes of the framework itself.
         for parting in Parting if self.is_incumbent(mode) else self._frontend.PARTINGS:
             expected = self._expect(program, refused, parting)
             if isinstance(expected, Lost):
@@ -134,7 +135,7 @@ class Session:
     def find(
         self, program: Program, mode: str, *, seconds: Callable[[str], float]
     ) -> tuple[Verdict, Finding | None]:
-        """Check it; a finding is run again in new worlds and made small."""
+        """Check it; a finding is run again in new worlds and shrunk."""
         verdict = self.check(program, mode)
         if not verdict.is_finding:
             return verdict, None
@@ -172,7 +173,7 @@ class Session:
         )
 
     def _expect(self, program: Program, refused: dict[str, bool], parting: Parting) -> list[Record] | Lost:
-        """The reference's records. It knows nothing of modes: one run serves all that were refused alike."""
+        """The reference's records. They serve all modes that were refused alike."""
         if self._expected[0] is not program:
             self._expected = (program, {})
         answers = self._expected[1]
@@ -195,7 +196,7 @@ class Session:
         return verdict
 
     def _weigh_incumbent(self, program: Program, verdict: Verdict) -> Verdict:
-        """A difference of the framework's own wrapper is no finding of ours; one that nobody knows is."""
+        """A known difference of the framework's own wrapper is no finding; an unknown one is."""
         if not verdict.is_finding:
             return verdict
         why = self._frontend.known_difference(program, verdict.at)

@@ -1,7 +1,7 @@
-"""The smallest program that still fails. Knows no framework.
+"""The smallest program that still fails. Independent of the framework.
 
-Every part of a program is a program, so shrinking only leaves out: elements of lists of ops and layers,
-halves of them first, then arguments, until nothing more can go.
+Every subset of a program is a program, so shrinking only leaves out: elements of lists of ops and layers,
+halves of them first, then arguments, until nothing more can be left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEPT = ("op", "kind", "body", "layers", "models", "ops", "seed", "modes")
 
 
 def shrink(program: Program, still_fails: Callable[[Program], bool], *, seconds: float = 60.0) -> Program:
-    """Leave out what can be left out while the program fails in the same way."""
+    """Leave out as much as possible while the program fails in the same way."""
     until = time.monotonic() + seconds
     smallest = copy.deepcopy(program)
     changed = True
@@ -37,7 +37,7 @@ def shrink(program: Program, still_fails: Callable[[Program], bool], *, seconds:
 
 
 def _candidate(program: Program, position: int) -> Program | None:
-    """The program with one change, the one of this number; None: there are no more."""
+    """The program with the change of this number; None: there are no more."""
     smaller = copy.deepcopy(program)
     for number, change in enumerate(_changes(smaller)):
         if number == position:

@@ -1,4 +1,4 @@
-"""What a framework's own wrapper is known to do otherwise, by programs that are written by hand."""
+"""The known differences of a framework's own wrapper, in hand-written programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEP = (_op("zero_grad"), _op("forward"), _op("backward"), _op("step"))
 
 
 @pytest.mark.parametrize(
-    ("ops", "told"),
+    ("ops", "features"),
     [
         ((*_STEP, *_STEP), set()),
         ((_op("forward"), _op("backward", retain=True), _op("backward")), {A_SECOND_BACKWARD}),
@@ -58,8 +58,8 @@ _STEP = (_op("zero_grad"), _op("forward"), _op("backward"), _op("step"))
         ),
     ],
 )
-def test_what_the_order_of_forwards_and_backwards_tells(ops, told):
-    assert orders_of(_program(*ops)) == told
+def test_features_of_the_order_of_forwards_and_backwards(ops, features):
+    assert orders_of(_program(*ops)) == features
 
 
 @pytest.mark.parametrize(("at", "count"), [("", 3), ("0", 1), ("1#2 model 0", 2), ("1.4 model 1", 2)])

@@ -8,7 +8,7 @@ from tests.harness.command import run_module
 from tests.harness.warm import warm_python
 
 
-# Of the last one, the norm's input needs no gradient, since no layer before it has parameters.
+# In the last one, the norm's input needs no gradient, since no layer before it has parameters.
 @pytest.mark.parametrize(
     "framework, seeds", [("torch", "0:40"), ("paddle", "0:40"), ("torch", "30016:30017")]
 )

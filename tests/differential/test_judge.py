@@ -1,4 +1,4 @@
-"""The judge of generated programs, on records that are written by hand. In no process but this one."""
+"""The judge of generated programs, on hand-written records, in this process only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOST = "a rank was lost in a backward, before any mean"
 
 
 def _verdict(*ranks):
-    """Of means by rank: a number for each backward that returned one."""
+    """The means by rank: a number for each backward that returned one."""
     return judge([_record(list(means)) for means in ranks], None, tolerance=1e-3)
 
 
@@ -26,16 +26,16 @@ def _record(means):
     return Record([_event(each) for each in means], raised)
 
 
-def _event(told):
-    if told == _END:
+def _event(outcome):
+    if outcome == _END:
         return Event("loop", "finished")
-    if told in (_ERROR, _DEATH):
+    if outcome in (_ERROR, _DEATH):
         return Event("forward", "error", by_user=True)
-    if told == _LOST:
+    if outcome == _LOST:
         return Event("backward", "error", error="PeerLostError")
-    if told in (_BROKEN, _HALF):
-        return Event("backward", "error", error="DeadlineError", made=[0] if told == _HALF else [])
-    mean = np.full(3, told, np.float32)
+    if outcome in (_BROKEN, _HALF):
+        return Event("backward", "error", error="DeadlineError", made=[0] if outcome == _HALF else [])
+    mean = np.full(3, outcome, np.float32)
     return Event("backward", "gradients", {"weight": Value.of(mean)}, shared=True)
 
 
@@ -80,9 +80,9 @@ def test_a_mean_that_came_before_the_error_of_its_backward_counts():
     assert _verdict([_HALF, 4], [3, 5]).kind == "ranks differ"  # it still has its place in the sequence
 
 
-@pytest.mark.parametrize(("told", "kind"), [(1.007, EQUAL), (1.009, "wrong norm"), (0.991, "wrong norm")])
-def test_a_norm_may_be_as_wrong_as_its_type_makes_it(told, kind):
-    event = Event("clip", "norm", told=told, true=1.0, within=2**-7 + 2e-4)
+@pytest.mark.parametrize(("reported", "kind"), [(1.007, EQUAL), (1.009, "wrong norm"), (0.991, "wrong norm")])
+def test_a_norm_may_be_as_wrong_as_its_type_makes_it(reported, kind):
+    event = Event("clip", "norm", reported=reported, true=1.0, within=2**-7 + 2e-4)
     assert judge([Record([event])], None, tolerance=0.1).kind == kind
 
 

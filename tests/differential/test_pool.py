@@ -19,11 +19,11 @@ def _make_rank(rank: int, world_size: int, job: str, folder: Path) -> pool.Run:
     return run
 
 
-def test_a_rank_that_was_told_to_leave_is_asked_for_nothing_more(monkeypatch):
+def test_a_rank_that_was_asked_to_leave_gets_no_further_program(monkeypatch):
     monkeypatch.setattr(pool, "GRACE_S", 0.05)
     world = World(_make_rank, 2, deadline_s=30)
     try:
-        for slow_s in (0.5, 0, 0):  # the first one's other rank is told to leave, and both reach the end
+        for slow_s in (0.5, 0, 0):  # the first program's other rank is asked to leave, and both reach the end
             records = world.run({"slow_s": slow_s}, {})
             assert all(isinstance(record, Record) for record in records), records
     finally:

@@ -1,4 +1,4 @@
-"""Generated programs under Paceline for Paddle: some seeds, and all that found a bug once.
+"""Generated programs under Paceline for Paddle: some seeds, and all programs that have found a bug.
 
 `make fuzz FRAMEWORK=paddle` runs more.
 """
@@ -35,7 +35,7 @@ _PLAIN = {
     "models": [{"layers": [{"kind": "linear"}, {"kind": "scale"}, {"kind": "linear"}]}],
     "ops": [{"op": "wrap"}, {"op": "optimizer"}, *_STEP, *_STEP],
 }
-"""A program in which nothing is special."""
+"""An ordinary program."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def write(tmp_path):
 
 
 def _outcomes(output):
-    """Of one program, by mode."""
+    """The verdicts of one program, by mode."""
     lines = (line.removeprefix("--- ").strip() for line in output.splitlines() if line.startswith("--- "))
     return dict(line.split(": ", 1) for line in lines)
 

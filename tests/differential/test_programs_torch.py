@@ -1,6 +1,6 @@
-"""Generated programs under Paceline and under references: some seeds, and all that found a bug once.
+"""Generated programs under Paceline and under references: some seeds, and all programs that have found a bug.
 
-In processes of their own, because the fuzzer forks its ranks. `make fuzz` runs more.
+In separate processes, because the fuzzer forks its ranks. `make fuzz` runs more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _fuzz = functools.partial(fuzz, "torch")
 
 @pytest.fixture
 def plain(tmp_path):
-    """A file with a program in which nothing is special."""
+    """A file with an ordinary program."""
     file = tmp_path / "plain.json"
     file.write_text(json.dumps(_PLAIN))
     return str(file)
@@ -64,12 +64,12 @@ def test_every_mode_and_torchs_own_wrapper():
     run_every_mode("torch", range(33, 36), _MODES)
 
 
-def test_a_difference_of_torchs_own_wrapper_that_nobody_knows(plain):
+def test_an_unknown_difference_of_torchs_own_wrapper_is_a_finding(plain):
     status, output = _fuzz("--program", plain, "--mode", "torch", "--mutation", "torch averages nothing")
     assert status == 1 and "--- torch: in the framework's own wrapper: ranks differ" in output, output
 
 
-def test_a_difference_of_torchs_own_wrapper_that_is_known(tmp_path):
+def test_a_known_difference_of_torchs_own_wrapper_is_no_finding(tmp_path):
     again = {"op": "backward"}
     program = {**_PLAIN, "ops": [{"op": "wrap"}, {"op": "forward"}, {**again, "retain": True}, again]}
     file = tmp_path / "again.json"
@@ -113,7 +113,7 @@ def test_what_comes_of_a_documented_error(tmp_path, ops, error):
         ("die", "crash"),
     ],
 )
-def test_finds_bugs_that_are_put_in(plain, mutation, kind):
+def test_finds_injected_bugs(plain, mutation, kind):
     status, output = _fuzz("--program", plain, "--mutation", mutation, "--deadline", "3")
     assert status == 1 and f"--- default: {kind}" in output, output
 
@@ -122,8 +122,8 @@ def test_the_table_counts_silent_differences(tmp_path):
     arguments = ("--seeds", "3:5", "--shrink-seconds", "0", "--output", str(tmp_path))
     status, output = _fuzz(*arguments, "--mutation", "wrong mean everywhere")
     (file,) = tmp_path.iterdir()
-    told = int(file.read_text().partition("**Silent differences: ")[2].partition(".")[0])
-    assert status == 1 and told == output.count("=== wrong ") > 0, output
+    count = int(file.read_text().partition("**Silent differences: ")[2].partition(".")[0])
+    assert status == 1 and count == output.count("=== wrong ") > 0, output
 
 
 def test_a_seed_makes_the_same_program():

@@ -1,7 +1,7 @@
-"""Small programs, each of which has found a bug; `make test` runs them all. Each is as shrunk as could be.
+"""Small programs, each of which has found a bug, shrunk as far as possible; `make test` runs them all.
 
-The name says what went wrong. `modes` are those in which it did; a program is equal there, or refused on all
-ranks.
+The name describes the bug. `modes` are those in which it appeared; there, a program must now be equal, or
+refused on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _program(modes: list[str], layers: list[dict[str, Any]], *ops: Op, **more: A
 
 _LINEAR = {"kind": "linear"}
 _LATE = {"lag": [0.05, 0.0]}  # rank 0 finds every other rank's gradients there
-_CLEARED_AFTER_AN_EXCEPTION = (  # in place, while other ranks have not noticed
+_CLEARED_AFTER_AN_EXCEPTION = (  # in place, before other ranks have noticed
     _op("wrap"),
     _op("forward"),
     _op("backward"),
@@ -471,7 +471,7 @@ CORPUS: dict[str, Program] = {
             body=[_op("forward"), _op("weight", values=[0.0, 3.0]), _op("backward")],
         ),
     ),
-    # torch adds to that memory twice in one backward, and Paceline parts it before the next one
+    # torch adds to that memory twice in one backward, and Paceline separates it before the next one
     "gradients that share memory come in two parts, and no_sync() leaves them": _program(
         ["tiny", "view", "hosts tiny"],
         [
@@ -508,7 +508,7 @@ CORPUS: dict[str, Program] = {
         _op("forward"),
         _op("backward"),
     ),
-    # Right is an error in the last backward; the input of the first has a gradient of this rank's own factor.
+    # An error in the last backward is right; the input of the first has a gradient of this rank's own factor.
     "a buffer written apart is used in a forward whose backward is in no_sync()": _program(
         ["tiny", "gloo"],
         [{"kind": "factor"}, _LINEAR],
@@ -546,7 +546,7 @@ CORPUS: dict[str, Program] = {
         _op("backward", of=["b"]),
         weighs=True,
     ),
-    # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.
+    # Gloo ends a process that receives more bytes than it expects; all other ranks raise.
     "ranks are in backwards of two models of different sizes": {
         "ranks": 2,
         "modes": ["gloo"],
@@ -583,4 +583,4 @@ CORPUS: dict[str, Program] = {
 }
 
 OPEN: frozenset[str] = frozenset()
-"""Programs of the corpus whose bug is not mended yet; take the name out with the mending."""
+"""Programs of the corpus whose bug is still open; remove a name when its bug is fixed."""

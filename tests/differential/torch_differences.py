@@ -1,7 +1,7 @@
-"""Where torch's own DDP is known to differ from the reference, by what a program does.
+"""The known differences of torch's own DDP from the reference, by features of a program.
 
 `--every-mode` runs it beside Paceline. A difference that a row here names is counted, and is no finding: each
-row says what torch does. One that no row names is a finding, of the reference or of this table.
+row describes torch's behaviour. A difference without a row is a finding, of the reference or of this table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.differential.programs import Op, Program, is_weighted, numbered
 from tests.differential.torch_refusals import features_of
 
 KNOWN: list[tuple[str, str]] = [
-    # what a program has done by the op at which values differ, and what torch's DDP does with it
+    # a feature of the program up to the op at which values differ, and its effect in torch's DDP
     ("an error of the program's own", "after an exception ranks are in different backward passes"),
     (A_SECOND_BACKWARD, "a second backward is not averaged"),
     (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
@@ -38,7 +38,7 @@ KNOWN: list[tuple[str, str]] = [
 
 
 def incumbents_of(program: Program) -> list[str]:
-    """The modes in which torch's own DDP runs it: none if it uses what only Paceline has."""
+    """The modes in which torch's own DDP runs it: none if it uses features that only Paceline has."""
     features = features_of(program, "")
     if is_weighted(program):
         return []
@@ -47,16 +47,16 @@ def incumbents_of(program: Program) -> list[str]:
             return []
         if op["op"] == "forward" and "ranks" in op and "layer buffer" in features:
             return []  # each forward of torch's broadcasts buffers, and waits for the other ranks
-    # What is frozen after wrapping is unused to torch.
+    # To torch, a parameter that is frozen after wrapping is unused.
     return ["torch unused" if features & {"layer gate", "op freeze"} else "torch"]
 
 
 def known_difference(program: Program, at: str) -> str | None:
-    """Why torch's DDP may differ from the reference at this op; None: no row says so.
+    """The reason why torch's DDP may differ from the reference at this op; None: no row has one.
 
     Args:
-        program: That it ran.
-        at: Label of the op; empty: it is not known where.
+        program: The program that it ran.
+        at: Label of the op; empty: unknown.
     """
     before = until(program, at)
     has = features_of(before, "") | orders_of(before) | _joint_features_of(before)
@@ -64,7 +64,7 @@ def known_difference(program: Program, at: str) -> str | None:
 
 
 def _joint_features_of(program: Program) -> set[str]:
-    """What two features do together."""
+    """Features that arise from two others together."""
     ops = [op for _, op in numbered(program["ops"])]
     layers = features_of(program, "")
     found: set[str] = set()
@@ -80,7 +80,7 @@ def _joint_features_of(program: Program) -> set[str]:
 
 
 def _keeps_or_writes(op: Op) -> bool:
-    """Whether gradients stay where they are for the next backward, or are written to there."""
+    """True if gradients stay in place for the next backward, or are modified in place."""
     if op["op"] == "zero_grad":
         return not op.get("none", True)
     if op["op"] == "hook":
@@ -89,6 +89,6 @@ def _keeps_or_writes(op: Op) -> bool:
 
 
 def _parts_forward(op: Op) -> bool:
-    """Whether a forward's buffers count in another forward before its own mean comes."""
+    """True if a forward's buffers affect another forward before its own mean comes."""
     is_apart = op["op"] == "forward" and (op.get("no_sync") or op.get("to", "loss") != "loss")
     return bool(is_apart) or op["op"] in ("evaluate", "iterate")

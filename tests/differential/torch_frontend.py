@@ -1,8 +1,9 @@
-"""The torch side of the fuzzer: what the files without a framework ask for."""
+"""The torch side of the fuzzer: the names that the files without a framework use."""
 
 from __future__ import annotations
 
-# What would be imported in every fork: the first is a second's work, in the first forward of torch's DDP.
+# Modules that would otherwise be imported in every fork; the first takes a second, in the first forward of
+# torch's DDP.
 import torch._dynamo
 import torch.profiler._cupti_monitor  # noqa: F401
 
@@ -24,7 +25,7 @@ INCUMBENTS = tuple(TORCHS)
 """All modes in which it does."""
 
 PARTINGS = (Parting.AFTER_BACKWARD, Parting.AT_ONCE)
-"""The readings of which a run of ours must be one: no backward adds to what another tensor holds, too."""
+"""A Paceline run must equal one of these references: no backward adds to another tensor's memory."""
 
 __all__ = [
     "CORPUS",
@@ -50,7 +51,7 @@ __all__ = [
 
 
 def tolerance(program: Program, mode: str) -> float:
-    """How far values may be from the reference's, relative to the largest of an array."""
+    """The tolerance for values, relative to the largest of an array."""
     is_small = program.get("dtype") == "bfloat16" or any(
         op.get("amp") or op.get("to") == "bfloat16" for _, op in numbered(program["ops"])
     )
@@ -58,12 +59,12 @@ def tolerance(program: Program, mode: str) -> float:
 
 
 def same_parameters(program: Program) -> bool:
-    """Whether the program's own steps make the same bits on all ranks."""
+    """True if the program's own steps make the same bits on all ranks."""
     return not any(op["op"] == "ftz" for _, op in numbered(program["ops"]))
 
 
 def incumbent_can_run(program: Program) -> bool:
-    """Whether the program uses nothing that only Paceline has."""
+    """True if the program uses no feature that only Paceline has."""
     ops = [op for _, op in numbered(program["ops"])]
     is_plain = not program.get("options") and not is_weighted(program)
     return is_plain and not any(
@@ -72,10 +73,11 @@ def incumbent_can_run(program: Program) -> bool:
 
 
 def writes_to_shared_gradients(program: Program) -> bool:
-    """Whether a hook writes to a gradient in the middle of backward.
+    """True if a hook writes to a gradient in the middle of backward.
 
-    Where autograd lets other gradients share that memory, torch alone has no one answer for those: it depends
-    on which of them have come by then. What both readings of the reference agree on is still compared.
+    If autograd lets other gradients share that memory, torch alone has no unique result for those: it depends
+    on which of them have been computed by then. Values on which both variants of the reference agree are
+    still compared.
     """
     kinds = ("post scale", "post clamp_")
     return any(
@@ -84,9 +86,9 @@ def writes_to_shared_gradients(program: Program) -> bool:
 
 
 def is_engine_crash(program: Program, lost: Lost) -> bool:
-    """Whether Gloo has ended the process because ranks made calls of different sizes.
+    """True if Gloo has ended the process because ranks made calls of different sizes.
 
-    They do where an error came on some ranks only: these go on with another model, or another call.
+    They do if an error came on some ranks only: these continue with another model, or another call.
     """
     parts = any("ranks" in op for _, op in numbered(program["ops"]))
     is_gloo = "gloo::EnforceNotMet" in lost.stacks and "op.preamble.length <= op.nbytes" in lost.stacks

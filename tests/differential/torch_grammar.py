@@ -2,7 +2,7 @@
 
 A program is set up (models, hooks, optimizers, wrapping, in varying order), then makes two to four steps of
 various kinds, with a rare event before some of them. Programs end with an ordinary step, in which all ranks
-meet: whatever went wrong before must have been told by then.
+synchronise: every earlier error must have been reported by then.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def generate(seed: int) -> Program:
     """The program of this seed."""
     writer = _Writer(random.Random(seed))
     program = writer.program(seed)
-    program["modes"] = program["modes"] or ["default"]  # of those that were drawn it can run in none
+    program["modes"] = program["modes"] or ["default"]  # it can run in none of the modes that were drawn
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
-    if not accelerator.IS_THERE:  # a device of tests has only plain tensors
+    if not accelerator.IS_THERE:  # the stand-in device has only plain tensors
         add_tensors(program, random.Random(f"tensors {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
@@ -55,7 +55,7 @@ def generate(seed: int) -> Program:
     weigh_forwards(program, random.Random(f"forwards {seed}"))
     is_gated = _freeze_gated(program, random.Random(f"gated {seed}"))
     _compare_inputs(program, random.Random(f"inputs {seed}"))
-    _come_in_pieces(program, random.Random(f"pieces {seed}"))
+    _let_gradients_arrive_twice(program, random.Random(f"pieces {seed}"))
     if accelerator.IS_THERE:
         needs_unused = writer.needs_unused or is_gated
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=needs_unused)
@@ -63,9 +63,9 @@ def generate(seed: int) -> Program:
 
 
 def _compare_inputs(program: Program, rng: random.Random) -> None:
-    """Let some programs compare gradients of inputs, half of them with memory that a parameter's may have.
+    """In some programs, compare gradients of inputs, half of them perhaps in a parameter gradient's memory.
 
-    Hooks of the user's may change such memory.
+    Hooks of the user may change such memory.
     """
     if rng.random() > 1 / 6:
         return
@@ -84,14 +84,14 @@ def _freeze_gated(program: Program, rng: random.Random) -> bool:
     return freeze_gated(program, rng, modes=modes, clearing="zero_grad")
 
 
-def _come_in_pieces(program: Program, rng: random.Random) -> None:
-    """Let some static graphs have gradients that come twice in a backward, and whose memory may be shared.
+def _let_gradients_arrive_twice(program: Program, rng: random.Random) -> None:
+    """In some static graphs, make gradients arrive twice in a backward, in memory that may be shared.
 
-    Without that promise such a program is refused.
+    Without static_graph such a program is refused.
     """
     if rng.random() > 1 / 40 or len(program["models"]) > 1:
         return
-    plain = ("wrap", "optimizer", "zero_grad", "forward", "backward", "step")  # the rest changes the graph
+    plain = ("wrap", "optimizer", "zero_grad", "forward", "backward", "step")  # others change the graph
     program["ops"] = [op for op in program["ops"] if op["op"] in plain]
     view = rng.choice(("stack", "cat", "expand", "select", "chunk"))
     again = {"kind": "checkpoint", "reentrant": True, "layers": [{"kind": "again", "layer": 0}]}
@@ -101,7 +101,7 @@ def _come_in_pieces(program: Program, rng: random.Random) -> None:
 
 
 def can_run_in(program: Program, mode: str) -> bool:
-    """Whether ranks can have the same bits: Gloo adds with the floats of each rank's own."""
+    """True if ranks can have the same bits: Gloo adds with the float settings of each rank."""
     flushes = any(op["op"] == "ftz" for op in program["ops"])
     return not flushes or not mode.startswith("gloo") or mode == "gloo memory"
 
@@ -114,15 +114,15 @@ def modes_of(program: Program) -> list[str]:
 
 
 def _add_hosts(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
-    """Let every third program run over hosts of one rank too, and every twelfth of four ranks over two.
+    """Run every third program over hosts of one rank too, and every twelfth with four ranks on two hosts.
 
-    By another generator, so that a seed makes the program that it made before there were hosts.
+    From another generator, so that a seed makes the same program as before there were hosts.
     """
     draw = rng.random()
     if draw > 1 / 3:
         return
     mode = rng.choice(HOSTS_UNUSED_MODES if needs_unused or rng.random() < 0.1 else HOSTS_MODES)
-    if draw < 1 / 12:  # what it says of each of its ranks it says of the others in turn
+    if draw < 1 / 12:  # values per rank repeat for the other ranks
         program["ranks"] = 4
         program["modes"] = [mode]
     else:
@@ -130,7 +130,7 @@ def _add_hosts(program: Program, rng: random.Random, *, needs_unused: bool) -> N
 
 
 def _make_uneven(program: Program, rng: random.Random) -> None:
-    """Let every second program of three or four ranks over several hosts have hosts of different sizes."""
+    """In every second program of three or four ranks over several hosts, use hosts of different sizes."""
     mode = program["modes"][-1]
     if program["ranks"] > 2 and mode in HOSTS_MODES + HOSTS_UNUSED_MODES and rng.random() < 0.5:
         others = UNEVEN_MODES if mode in HOSTS_MODES else UNEVEN_UNUSED_MODES
@@ -138,10 +138,10 @@ def _make_uneven(program: Program, rng: random.Random) -> None:
 
 
 def _make_scattering(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
-    """Let every sixth program run with a sharded optimizer and gradients in parts, and in no other mode.
+    """Run every sixth program with a sharded optimizer and sharded gradients, and in no other mode.
 
-    Most of these clear what stands for gradients after each step, and have dense gradients; what the others
-    do with a part is mostly refused.
+    Most of these clear the sharded gradients after each step, and have dense gradients; most operations of
+    the others on a shard are refused.
     """
     if rng.random() < 1 / 6:
         program["modes"] = [SCATTER_MODES[needs_unused or rng.random() < 0.3]]
@@ -166,24 +166,24 @@ def _clearing(ops: list[Op]) -> Iterator[Op]:
 
 
 def _add_between(program: Program, rng: random.Random) -> None:
-    """Let some programs write buffers, set flags or freeze around forwards, or step after autograd.grad()."""
+    """In some programs, write buffers, set flags, freeze around forwards, or step after autograd.grad()."""
     if rng.random() < 1 / 8:
         write_buffers(program, rng)
     if rng.random() < 1 / 8:
         set_flags(program["ops"], rng)
     is_scattering = any(mode.startswith("scatter") for mode in program["modes"])
-    if rng.random() < 1 / 25 and not is_scattering:  # a sharded optimizer takes no gradients of one's own
+    if rng.random() < 1 / 25 and not is_scattering:  # a sharded optimizer takes no gradients from the program
         step_directly(program["ops"], rng)
     if rng.random() < 1 / 10:
         freeze_around(program["ops"], rng)
 
 
 def _put_on_device(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
-    """Let a program run on a device, in two modes and in no other, without what a device of tests has not.
+    """Run a program on a device, in two modes and no other, without features that the stand-in lacks.
 
-    That is sparse and complex tensors; and nobody sets how it treats small floats. What `.data` writes to a
-    buffer is not seen there (docs/design/reducer.md), so no ranks write apart so. Nor is a norm asked for
-    of what an exception has left: buckets under way still come into gradients that are views of them.
+    These are sparse and complex tensors, and the setting for denormals. Paceline does not see writes through
+    `.data` to a buffer there (docs/design/reducer.md), so ranks do not write different values that way. Nor
+    is a norm computed after an exception: in-flight buckets still write to gradients that are views of them.
     """
     modes = DEVICE_UNUSED_MODES if needs_unused or rng.random() < 0.3 else DEVICE_MODES
     program["modes"] = rng.sample(modes, 2)
@@ -345,10 +345,10 @@ class _Writer:
     def hook(self, where: dict[str, Any]) -> Op:
         kind = self.rng.choice(HOOKS)
         if self.is_weighted and kind.startswith("post"):
-            kind = "post look"  # the reference weighs a backward's part, where a hook sees the whole gradient
+            kind = "post look"  # the hook sees the accumulated gradient
         return self.do("hook", kind=kind, param=self.rng.randint(0, 6), **where)
 
-    # --- pieces of steps ---
+    # --- parts of steps ---
 
     def do(self, name: str, **arguments: Any) -> Op:
         return {"op": name, **arguments}
@@ -373,7 +373,7 @@ class _Writer:
 
     def clear(self, *, sure: bool = False) -> list[Op]:
         rng = self.rng
-        sure = sure or self.is_weighted  # what is there would count as a gradient of weight 1
+        sure = sure or self.is_weighted  # existing gradients would count as gradients of weight 1
         if not sure and rng.random() < 0.1:
             return []
         arguments: dict[str, Any] = {}
@@ -492,7 +492,7 @@ class _Writer:
         ops = [*self.clear(sure=True), *before, attempt]
         if two:
             ops.extend([self.backward("b"), *self.end()])
-        if rng.random() < 0.4:  # whoever catches may catch more than its own
+        if rng.random() < 0.4:  # the handler may catch errors of Paceline, too
             again = [*self.clear(sure=True), *self.plain(), *self.end()]
             ops.append(self.do("try", body=again, otherwise=[self.do("zero_grad")]))
         return ops
@@ -507,7 +507,7 @@ class _Writer:
         rng = self.rng
         what = rng.choice(["nan", "large", "small", "small"])
         ops = self.clear(sure=True)
-        self.is_strict = self.is_strict or what == "large"  # else infinities are what was asked for
+        self.is_strict = self.is_strict or what == "large"  # otherwise infinities are expected
         if what == "nan":
             body = [self.forward(nan=[rng.randrange(self.ranks)]), self.backward()]
         elif what == "large":

@@ -1,4 +1,4 @@
-"""Runs a program of the torch grammar as one rank. Who averages is a `Subject`; this file does not know.
+"""Runs a program of the torch grammar as one rank. A `Subject` averages; this file is independent of it.
 
 `Machine._op_...` are the ops, with their defaults.
 """
@@ -34,10 +34,10 @@ def seed(number: int) -> None:
 
 
 class Subject(Protocol):
-    """Who averages.
+    """The wrapper that averages.
 
     Attributes:
-        simulates: It is the reference: everything is computed in float64, and nothing is averaged here.
+        simulates: It is the reference: everything is computed in float64, and it does not average.
     """
 
     simulates: bool
@@ -68,9 +68,9 @@ class Loss:
 class Machine(Walker):
     """One rank's run; see `Walker`.
 
-    With `Parting.AT_ONCE`, each gradient gets memory of its own before any hook of the program sees it.
-    Autograd may give two parameters one memory as their gradients: a hook that writes to one changes both,
-    and the next backward, or the next part of a gradient, adds to that memory twice.
+    With `Parting.AT_ONCE`, each gradient gets separate memory before any hook of the program sees it.
+    Autograd may give two parameters the same memory as their gradients: a hook that writes to one changes
+    both, and the next backward, or the second contribution to a gradient, adds to that memory twice.
     """
 
     subject: Subject
@@ -86,7 +86,7 @@ class Machine(Walker):
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
         self._lost: list[torch.Tensor] = []
-        self._written_apart: set[int] = set()  # models with buffers of which ranks may have other values
+        self._written_apart: set[int] = set()  # models with buffers whose values may differ between ranks
         self.uses_amp = any(op.get("amp") for _, op in numbered(program["ops"]))
         for spec in program["models"]:
             self._build(spec)
@@ -97,7 +97,7 @@ class Machine(Walker):
         if "dtype" in self.program:
             _convert(net, DTYPES[self.program["dtype"]])
         if self.rank and not any(layer["kind"] == "borrow" for layer in spec.get("layers", [])):
-            with torch.no_grad():  # wrapping must mend this
+            with torch.no_grad():  # wrapping must repair this
                 net.last.mul_(1 + self.rank)
                 spoil(net, 1 + self.rank)
         if self.subject.simulates:
@@ -115,7 +115,7 @@ class Machine(Walker):
                 p.register_post_accumulate_grad_hook(_give_own_memory)  # type: ignore[no-untyped-call]
 
     def run(self) -> Run:
-        """The whole program; errors that it does not catch come out."""
+        """Run the whole program; errors that it does not catch propagate."""
         try:
             yield from super().run()
         finally:
@@ -193,7 +193,7 @@ class Machine(Walker):
             if not tables:
                 return
             p = tables[0].rows
-            if "ranks" in op and not p.requires_grad:  # nobody averages it: ranks may differ there for good
+            if "ranks" in op and not p.requires_grad:  # it is not averaged: ranks may always differ
                 return
         data = p.data
         if how == "grown":
@@ -342,7 +342,7 @@ class Machine(Walker):
             self._weigh(losses)
             with self._weighed(models), self._watching(losses, models):
                 total.backward(retain_graph=bool(op.get("retain")))
-        if self.parting is not Parting.NEVER:  # those that were frozen when the model was built, too
+        if self.parting is not Parting.NEVER:  # including those that were frozen when the model was built
             for p in (p for net in self.nets for p in net.parameters()):
                 _give_own_memory(p)
         is_local = op.get("no_sync") or not op.get("flag", True)
@@ -359,9 +359,9 @@ class Machine(Walker):
         self._note_inputs([loss for loss in losses if loss.inputs], synced)
 
     def _note_inputs(self, losses: list[Loss], synced: list[int]) -> None:
-        """Gradients of inputs, which are this rank's own.
+        """Note gradients of inputs, which are local to this rank.
 
-        A backward without sync returns, although its forward has used a buffer that ranks have written apart.
+        A backward without sync returns even if its forward has used a buffer on which the ranks differ.
         """
         for number, loss in enumerate(losses):
             if self._written_apart and not (loss.is_syncing and loss.models[0] in synced):
@@ -370,13 +370,13 @@ class Machine(Walker):
             self._note(loss.models[0], f"input {number}", values, False)
 
     def _set_flag(self, models: list[int], is_syncing: bool) -> None:
-        """Set it outside of no_sync(): the reference goes by the flag of the backward alone."""
+        """Set it outside of no_sync(): the reference uses only the flag of the backward."""
         for model in models:
             if not self.subject.simulates:
                 self.wrappers[model].require_backward_grad_sync = is_syncing
 
     def _op_write(self, op: Op, label: str) -> None:
-        """Write to the buffers that no forward writes. Right is what rank 0 writes, on all ranks.
+        """Write to the buffers that no forward writes. Rank 0's values are right, on all ranks.
 
         A forward in no_sync() may still use this rank's own value: the mean that follows is right, or an
         error on every rank.
@@ -386,7 +386,7 @@ class Machine(Walker):
         if is_apart and not self.options.get("forward_sync_buffers"):
             self._written_apart.add(op.get("model", 0) % len(self.nets))
         value = of_rank(values, 0 if self.subject.simulates else self.rank)
-        if value is None:  # this rank writes nothing
+        if value is None:  # this rank does not write
             return
         for layer in self._net(op).modules():
             if not isinstance(layer, Factor):
@@ -399,7 +399,7 @@ class Machine(Walker):
                 layer.factor.fill_(value)
 
     def _op_direct(self, op: Op, label: str) -> Run:
-        """A step with gradients that autograd.grad() returns, which should have been their means."""
+        """A step with gradients from autograd.grad(), which are not averaged although they should be."""
         loss = self.losses.pop("loss", None)
         if loss is None or loss.models[0] not in self.optimizers:
             return
@@ -415,7 +415,7 @@ class Machine(Walker):
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:
-        """In the reference: weigh what this backward adds to gradients."""
+        """In the reference: apply the weight of this backward to the gradients that it adds."""
         weighed = {m: self.weights.pop(m) for m in models if m in self.weights}
         if not self.subject.simulates or not weighed:
             yield
@@ -441,7 +441,7 @@ class Machine(Walker):
                 if given and p not in done:
                     done.add(p)
                     p.grad = sum((g * share for g, share in given if share), torch.zeros_like(p))
-                    if all(g.is_sparse for g, _ in given):  # momentum of rows takes nothing else
+                    if all(g.is_sparse for g, _ in given):  # momentum of rows accepts only sparse gradients
                         p.grad = p.grad.to_sparse(1)
 
     def _op_zero_grad(self, op: Op, label: str) -> None:
@@ -467,14 +467,14 @@ class Machine(Walker):
             return
         is_elsewhere = any(map(_is_elsewhere, trainable))
         true = 0.0 if is_elsewhere else _norm(trainable)
-        told = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
-        if is_elsewhere:  # what is left of the gradients is told by the next step
+        reported = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
+        if is_elsewhere:  # the next step shows the remaining gradients
             return
         resolutions = [torch.finfo(p.grad.dtype).eps for p in trainable if p.grad is not None]
-        self._note_norm(float(told), true, max(resolutions, default=0.0))
+        self._note_norm(float(reported), true, max(resolutions, default=0.0))
 
     def _op_scale_grads(self, op: Op, label: str) -> None:
-        """Write into gradients, by ways that autograd's version counters may not see."""
+        """Write into gradients, in ways that autograd's version counters may not see."""
         how, by = op.get("how", "data"), op.get("by", 0.1)
         for p in self._net(op).parameters():
             if p.grad is None or p.grad.is_sparse:
@@ -496,13 +496,13 @@ class Machine(Walker):
                 if model in self.wrappers:
                     self._note_parameters(model)
 
-    # --- what is told ---
+    # --- recording values ---
 
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         named = self.nets[model].named_parameters()
         uses_own_buffers = bool(self._written_apart) and not is_shared
         if uses_own_buffers or any(map(_is_elsewhere, self.nets[model].parameters())):
-            # The next mean shows whether it is right; of parts, the parameters after the next step.
+            # The next mean shows whether it is right; for shards, the parameters after the next step.
             at = f"{self.at} model {model}"
             self.record.events.append(Event(at, "gradients", {}, model, shared=is_shared, tainted=True))
         else:
@@ -516,7 +516,7 @@ class Machine(Walker):
         values = {f"{model}:{name}": _value(p.data) for name, p in self.nets[model].named_parameters()}
         self._note(model, "parameters", values, True)
 
-    # --- small things ---
+    # --- helpers ---
 
     def _net(self, op: Op) -> Net:
         return self.nets[op.get("model", 0) % len(self.nets)]
@@ -541,7 +541,7 @@ def _value(tensor: torch.Tensor | None) -> Value | None:
     dense = dense_of(tensor).detach().cpu()
     if dense.is_sparse:
         rows = dense.coalesce()
-        # Copied, not added to zeros as by to_dense(): a rank may flush what is added.
+        # Copied, not added to zeros as by to_dense(): a rank may flush the sum.
         dense = torch.zeros(dense.shape, dtype=dense.dtype)
         dense[rows.indices()[0]] = rows.values()
     if dense.dtype == torch.bfloat16:
@@ -550,7 +550,7 @@ def _value(tensor: torch.Tensor | None) -> Value | None:
 
 
 def _is_elsewhere(p: torch.Tensor) -> bool:
-    """Whether each rank has a part of the gradient, and `.grad` stands for it."""
+    """True if each rank has a shard of the gradient, and `.grad` is a stand-in for it."""
     return type(p.grad).__name__ == "ScatteredGradient"
 
 
@@ -560,7 +560,7 @@ def _give_own_memory(p: torch.Tensor) -> None:
 
 
 def _convert(net: nn.Module, dtype: torch.dtype) -> None:
-    """As `.to(dtype)`, which would make complex parameters real."""
+    """Like `.to(dtype)`, which would make complex parameters real."""
     net._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 

@@ -1,7 +1,7 @@
 """From a model's data to a module. Every layer maps [batch, WIDTH] to [batch, WIDTH].
 
-The layers are the ways in which a parameter's gradient may come about: through views, shared memory, several
-uses, recomputation, rows only, conjugates. See `LAYERS` for what each is.
+The layers cover the ways in which a parameter's gradient is made: through views, shared memory, several uses,
+recomputation, rows only, conjugates. See `LAYERS` for each.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WIDTH = 4
 
 
 class Batch:
-    """What one forward gets besides its input.
+    """The arguments of one forward besides its input.
 
     Attributes:
-        rank: Of the process, or the one that is simulated.
+        rank: Of the process, or the simulated one.
         number: How many forwards this rank has made before.
         rows: For embeddings, one of each sample.
-        weight: What the forward weighs, where forwards have weights.
-        runs: How often layers were run that may be run again in backward.
+        weight: The weight of the forward, in programs whose forwards have weights.
+        runs: How often layers have run that backward may recompute.
     """
 
     def __init__(self, rank: int, number: int, rows: torch.Tensor, weight: float = 1.0) -> None:
@@ -49,7 +49,7 @@ class Linear(nn.Module):
 
 
 class Add(nn.Module):
-    """An addition of a parameter behind a view: its gradient may share memory with that of x."""
+    """Adds a parameter behind a view: its gradient may share memory with that of x."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Scale(nn.Module):
 
 
 class Table(nn.Module):
-    """x + the sum of a parameter's rows: any number of rows does, so its shape may change."""
+    """x + the sum of a parameter's rows: it may have any number of rows, so its shape may change."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Embedding(nn.Module):
 
 
 class Complex(nn.Module):
-    """A complex parameter, whose gradient may be a lazy conjugate or a lazily negated part."""
+    """A complex parameter, whose gradient may be a lazy conjugate or a lazily negated component."""
 
     def __init__(self, spec: dict[str, Any], net: Net) -> None:
         super().__init__()
@@ -232,8 +232,10 @@ class Nested(nn.Module):
 
 
 class Gate(Nested):
-    """Layers that some forwards pass by: on other ranks than `ranks`, before `after` so many, in all but one
-    of `every`, or where `skips` has [rank, number of the forward].
+    """Layers that some forwards skip.
+
+    They are skipped on other ranks than `ranks`, before `after` forwards, in all but one of `every`, or if
+    `skips` has [rank, number of the forward].
     """
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -308,7 +310,7 @@ class Net(nn.Module):
     Args:
         spec: `layers`, and `frozen`: numbers of parameters that do not train.
         others: Models of the program that come before.
-        traps: What its traps look at.
+        traps: The state that its traps look at.
     """
 
     def __init__(self, spec: dict[str, Any], others: list[Net], traps: Traps) -> None:
@@ -318,7 +320,7 @@ class Net(nn.Module):
         self.__dict__["traps"] = traps
         for layer in spec.get("layers", []):
             self.layers.append(make_layer(layer, self))
-        self.last = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))  # so that no model is without a parameter
+        self.last = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))  # so that each model has a parameter
         for number in spec.get("frozen", []):
             parameter_of(self, number).requires_grad_(False)
         self.last.requires_grad_(True)
@@ -337,7 +339,7 @@ def make_layer(spec: dict[str, Any], net: Net) -> nn.Module:
 
 
 def parameter_of(net: nn.Module, number: int) -> nn.Parameter:
-    # What an op does to a parameter, it does to one that is plain on the ranks, too.
+    # An op that changes this plain parameter changes the wrapped tensor on the ranks, too.
     named = net.named_parameters()
     parameters = [p for name, p in named if name.rpartition(".")[2] not in ("held", "wrapped")]
     return parameters[number % len(parameters)]

@@ -1,4 +1,4 @@
-"""Bugs that are put into a rank, to see that the fuzzer finds them."""
+"""Bugs that are injected into a rank, to test that the fuzzer finds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _is_in = False
 
 
 def put_in(name: str, rank: int) -> None:
-    """Put the bug in, for good."""
+    """Inject the bug; it stays."""
     global _is_in
     if not _is_in:
         _is_in = True
@@ -82,7 +82,7 @@ def _die(rank: int) -> None:
 
 
 def _torch_alone(rank: int) -> None:
-    """torch's own DDP averages nothing."""
+    """torch's own DDP does not average."""
     real = DistributedDataParallel.forward
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
@@ -104,7 +104,7 @@ def _after_backward(change: Any) -> None:
 
 
 def _streams_do_not_wait(rank: int) -> None:
-    """What comes after a collective on a device does not wait for it."""
+    """Work after a collective on a device does not wait for it."""
     real = GroupCalls.wait
 
     def wait(

@@ -1,7 +1,8 @@
 """The reference: one process that simulates all ranks, one after the other, and averages between them.
 
-It runs every rank's program on a copy of the models in float64 (float32 under autocast) until the ranks meet,
-computes the means from the definition, and lets them go on. Nothing of it knows what is averaged when.
+It runs every rank's program on a copy of the models in float64 (float32 under autocast) until the ranks
+synchronise, computes the means from the definition, and continues them. It has no knowledge of when a wrapper
+averages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.differential.walk import Parting, Sync
 
 
 class Simulated(lockstep.Simulated):
-    """A subject where nobody averages, with what only torch's side has."""
+    """A subject that does not average, with the members that only torch's side has."""
 
     def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None = None) -> nn.Module:
         return net
@@ -68,7 +69,7 @@ class Ranks(Lockstep):
         try:
             for optimizer in sync.steps:
                 optimizer.step()
-        except RuntimeError:  # its state is of another shape than the parameter is now
+        except RuntimeError:  # its state has another shape than the parameter has now
             raise Parted from None
         for p, gradient in zip(row, before):
             p.grad = gradient
@@ -105,7 +106,7 @@ def _mean(given: list[tuple[torch.Tensor | None, float]], whole: float) -> torch
         total = term if total is None else total + term
     if total is None:
         total = torch.zeros_like(present[0][0].to_dense())
-    # Rows stay rows: hooks and clipping look at what a gradient is.
+    # Sparse rows stay sparse: hooks and clipping depend on the layout of a gradient.
     return total.to_sparse(1) if all(g.is_sparse for g, _ in present) else total
 
 

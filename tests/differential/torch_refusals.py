@@ -1,7 +1,7 @@
-"""What Paceline may refuse: errors that its documentation promises, by what a program does.
+"""Refusals: errors that Paceline's documentation promises, by features of a program.
 
 A program that ended in an error on all ranks is fine if a row here names the error and the program has the
-row's feature; if not, torch's own DDP runs it, and if that trains, it is listed as a refusal to look at.
+row's feature. If not, torch's own DDP runs it, and if that trains, it is listed as a refusal to look at.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from tests.differential.between import are_apart
 from tests.differential.programs import Program, numbered
 
 EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
-    # a feature, the errors that it may end in, and where that is written
-    ("an error of the program's own", ("*",), "the docs: a rank that raised is told by all"),
+    # a feature, the errors that it may end in, and the place in the documentation
+    ("an error of the program's own", ("*",), "the docs: all ranks raise if one has raised"),
     ("op swap grown", ("ConfigError",), "another shape after wrapping; torch raises, too"),
     ("op swap shrunk", ("ConfigError",), "the same"),
     ("op swap dtype", ("ConfigError", "RuntimeError"), "conversions after wrapping"),
@@ -36,13 +36,13 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("nest", ("ConfigError", "RuntimeError"), "wrappers within wrappers"),
     ("mode scatter", ("ConfigError", "MismatchError"), "docs/sharded-optimizer.md: what reads a part raises"),
     ("a write of other values", ("ReplicasDifferError",), "buffers that some ranks alone have written"),
-    ("op direct", ("RuntimeWarning",), "a step with gradients that nobody has averaged"),
+    ("op direct", ("RuntimeWarning",), "a step with gradients that were not averaged"),
     ("op iterate join", ("ConfigError",), "join() needs a process group of torch"),
 ]
 
 
 def expected_refusal(program: Program, mode: str, error: str) -> str | None:
-    """Why this program may end in this error in this mode; None: no row says so."""
+    """The reason why this program may end in this error in this mode; None: no row has one."""
     has = features_of(program, mode)
     for feature, errors, why in EXPECTED:
         if feature in has and (error in errors or "*" in errors):
@@ -51,7 +51,7 @@ def expected_refusal(program: Program, mode: str, error: str) -> str | None:
 
 
 def features_of(program: Program, mode: str) -> set[str]:
-    """What this table and `torch_differences.py` tell programs by."""
+    """The features by which this table and `torch_differences.py` classify programs."""
     found: set[str] = set()
     forwards = 0
     for _, op in numbered(program["ops"]):

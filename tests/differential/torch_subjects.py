@@ -1,4 +1,4 @@
-"""Who averages in a real rank: Paceline in each of its modes, or torch's own DDP."""
+"""The wrappers of a real rank: Paceline in each of its modes, or torch's own DDP."""
 
 from __future__ import annotations
 
@@ -70,11 +70,13 @@ MODES: dict[str, dict[str, Any]] = {
         "reduce_through": "hosts",
     },
 }
-"""What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts;
-"values": the same, where hosts of one rank send gradients as they are, however few they are;
-"uneven hosts": of two, of which the second has one rank; "device": over streams of a device
-(`tests.accelerator`); "device blocking": over an engine that makes the host wait; "device hosts": by ranks of
-several hosts."""
+"""The arguments of the wrapper, and its group.
+
+"hosts": over Gloo, by ranks of several hosts; "values": the same, but hosts of one rank send gradients
+uncopied, however small they are; "uneven hosts": of two, of which the second has one rank; "device": over
+streams of a device (`tests.accelerator`); "device blocking": over a process group whose waits block the host;
+"device hosts": by ranks of several hosts.
+"""
 
 TORCH = "torch"
 TORCHS: dict[str, dict[str, Any]] = {
@@ -103,7 +105,7 @@ class Groups:
 
     @contextlib.contextmanager
     def placed(self, name: str | None) -> Iterator[paceline.Group | dist.ProcessGroup]:
-        """The group of a mode, by whose ranks a model is wrapped within."""
+        """A context with the group of a mode, over whose ranks a model is wrapped."""
         if name not in ("hosts", "values", "uneven hosts", "device hosts"):
             yield self.paceline() if name is None else self.torch(name)
             return
@@ -166,12 +168,12 @@ class Ours:
         wrapper.finish(step)
 
     def backwards(self, wrapper: Any) -> int:
-        """How many backward passes of this wrapper were good so far; a framework's own does not say."""
+        """The number of good backwards of this wrapper; a framework's own wrapper has no such count."""
         return getattr(wrapper, "num_good_passes", 0)
 
     @contextlib.contextmanager
     def join(self, wrapper: Any) -> Iterator[None]:
-        with warnings.catch_warnings(), wrapper.join():  # whose end puts a filter before all others
+        with warnings.catch_warnings(), wrapper.join():  # its exit puts a filter before all others
             yield
 
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
@@ -189,7 +191,7 @@ class Ours:
 
 
 class Torchs(Ours):
-    """torch's own DDP over gloo, with what it has of Paceline's options."""
+    """torch's own DDP over Gloo, with its equivalents of Paceline's options."""
 
     def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None) -> nn.Module:
         known = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")

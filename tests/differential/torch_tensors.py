@@ -37,7 +37,7 @@ HELD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded": lambda values: values[:, :1].expand(WIDTH, WIDTH),
     "windows": lambda values: values.flatten()[: 2 * WIDTH - 1].unfold(0, WIDTH, 1),
 }
-"""What a layer may hold, frozen, made of a matrix."""
+"""The tensors that a layer may hold frozen, each made from a matrix."""
 
 AS_PARAMETERS = ("quantised", "forwarding", "expanded")
 _CONVERTING = ("convert", "swap", "replace", "ftz")
@@ -45,20 +45,20 @@ _OF_TRAINED = (*_CONVERTING, "clip", "scale_grads", "penalty", "hook", "freeze",
 
 
 def dense_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values as a plain tensor, which is in the reference in its place."""
+    """Its values as a plain tensor, which replaces it in the reference."""
     if isinstance(tensor, Quantised):
         return tensor.dequantize()
     if isinstance(tensor, Forwarding):
         return tensor.inner
     if tensor.is_nested:
         return torch.cat([row.flatten() for row in tensor.unbind()])
-    # Not the rows of a sparse gradient: to_dense() adds to zeros, and a rank may flush what is added.
+    # Not for the rows of a sparse gradient: to_dense() adds to zeros, and a rank may flush the sum.
     is_matrix = tensor.layout is torch.sparse_csr or (tensor.is_sparse and tensor.sparse_dim() == 2)
     return tensor.to_dense() if is_matrix else tensor
 
 
 def _spoil(tensor: torch.Tensor, by: float) -> None:
-    """Change the values of a tensor, on one rank: wrapping must mend this."""
+    """Change the values of a tensor, on one rank: wrapping must repair this."""
     if isinstance(tensor, Quantised):
         tensor.scale_.mul_(by)
     elif isinstance(tensor, Forwarding):
@@ -115,7 +115,7 @@ class _Unwrapped(torch.autograd.Function):
 
 
 class Wrapped(nn.Module):
-    """x * p, of a trained p around another tensor, whose gradient is plain or such a tensor, too."""
+    """x * p, with a trained p around another tensor; its gradient is plain or such a tensor, too."""
 
     def __init__(self, spec: dict[str, Any], net: Any) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Wrapped(nn.Module):
         _spoil(self.wrapped.detach(), by)
 
     def make_plain(self) -> None:
-        if isinstance(self.wrapped, Forwarding):  # else another model has this layer, too
+        if isinstance(self.wrapped, Forwarding):  # otherwise another model has this layer, too
             self.wrapped = nn.Parameter(self.wrapped.detach().inner.clone())
 
     def forward(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -144,16 +144,16 @@ def spoil(net: nn.Module, by: float) -> None:
 
 
 def make_plain(net: nn.Module) -> None:
-    """Put plain tensors in the places of all others."""
+    """Replace all other tensors by plain ones."""
     for module in net.modules():
         if isinstance(module, (Held, Wrapped)):
             module.make_plain()
 
 
 def add_tensors(program: Program, rng: random.Random) -> None:
-    """Let every fifth program have a layer of these.
+    """Give every fifth program a layer of these.
 
-    By another generator, so that a seed makes the program that it made before there were such layers.
+    From another generator, so that a seed makes the same program as before there were such layers.
     """
     if rng.random() > 0.2 or "dtype" in program:
         return

@@ -1,12 +1,13 @@
-"""Generated trainings with virtual ranks, on processes whose number is drawn, stopped and resumed.
+"""Generated trainings with virtual ranks, on random numbers of processes, stopped and resumed.
 
-    make fuzz WHAT=virtual_ranks SEEDS=0:200
+make fuzz WHAT=virtual_ranks SEEDS=0:200
 
 A program has a network, virtual ranks, and some of: norms, dropout, random numbers of numpy, a layer that
 only some micro-batches use, layers that are frozen and trained again, weights, clipping. It is trained on one
-process, on a number of them that was drawn, and once more with stops, after each of which another number of
-processes goes on. All must end with the same bits of parameters, buffers and the optimizer's state, and near
-those of the framework alone, which makes one micro-batch after the other and adds the gradients in float64.
+process, on a random number of processes, and once more with stops, after each of which another number of
+processes continues. All must end with the same bits of parameters, buffers and the optimizer's state, and
+close to those of the framework alone, which makes one micro-batch after the other and adds the gradients in
+float64.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from tests.multiprocess.virtual_training import adapter, digest_of, global_batch
 
 FRAMEWORKS = ("torch", "paddle")
 WIDTH, MICRO_BATCH, LENGTH = 6, 3, 60
-# How many processes can play so many virtual ranks (docs/same-result.md).
+# The numbers of processes that can run so many virtual ranks (docs/same-result.md).
 PROCESSES = {2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 2, 3), 6: (1, 2, 3, 4), 8: (1, 2, 3, 4)}
 # An optimizer that has loaded a state refuses parameters which were first trained after that.
 _PADDLES_OWN = "Optimizer set error"
 
 
 def generate(seed: int, framework: str = "torch") -> Program:
-    """The program of a seed: a network, how it is trained, and on how many processes."""
+    """The program of a seed: a network, its training, and the numbers of processes."""
     draw = random.Random(f"virtual ranks {seed}")
     virtual_ranks, steps = draw.choice([2, 3, 4, 4, 5, 6, 8, 8]), draw.randint(2, 7)
     kinds = ["linear", "linear", "norm", "norm", "dropout", "tanh", "tanh"]
@@ -75,13 +76,13 @@ def _weights(draw: random.Random, count: int) -> list[float]:
 
 
 def _parts(draw: random.Random, steps: int, virtual_ranks: int) -> list[list[int]]:
-    """Of each part of the stopped training how many processes, and its first and last step."""
+    """For each segment of the stopped training: the number of processes, and its first and last step."""
     ends = [*sorted(draw.sample(range(1, steps), min(steps - 1, draw.randint(1, 2)))), steps]
     return [[draw.choice(PROCESSES[virtual_ranks]), *part] for part in zip([0, *ends], ends)]
 
 
 class Training:
-    """One process's, or (without a group) that of the framework alone."""
+    """One process's training, or (without a group) that of the framework alone."""
 
     def __init__(self, framework: str, program: Program) -> None:
         self.do: ModuleType = adapter(framework)
@@ -102,7 +103,7 @@ class Training:
 
 
 def run(group: Group, framework: str, program: Program, begin: int, end: int, folder: Path) -> Any:
-    """A part of the training: the digest, and on rank 0 all values."""
+    """Run a segment of the training: return the digest, and on rank 0 all values."""
     training = Training(framework, program)
     do, model, optimizer = training.do, training.model, training.optimizer
     options = {
@@ -209,7 +210,7 @@ def _sampler(program: Program, world_size: int, rank: int) -> Any:
 
 
 def check(program: Program, framework: str = "torch") -> str:
-    """What differs; empty: nothing."""
+    """The differences, in words; empty: none."""
     trainings = {
         "1 process": [[1, 0, program["steps"]]],
         f"{program['processes']} processes": [[program["processes"], 0, program["steps"]]],

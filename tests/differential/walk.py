@@ -1,8 +1,9 @@
-"""How one rank walks through a program, whatever the framework. Knows none.
+"""How one rank walks through a program. Independent of the framework.
 
-A run is a generator that yields where the ranks meet: after each synchronised backward, and where a rank has
-no more data. A real rank has met the others by then and just goes on; the reference (lockstep.py) runs one
-generator for each rank and averages between them. A subclass has a method `_op_NAME` for each op.
+A run is a generator that yields where the ranks synchronise: after each synchronised backward, and where a
+rank has no more data. A real rank has synchronised with the others by then and just continues; the reference
+(lockstep.py) runs one generator for each rank and averages between them. A subclass has a method `_op_NAME`
+for each op.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.differential.records import Event, Record, Value
 
 
 class UserError(Exception):
-    """What generated programs raise."""
+    """The exception that generated programs raise."""
 
 
 class Refused(Exception):
@@ -26,7 +27,7 @@ class Refused(Exception):
 
 
 class Traps:
-    """Where the next error of the program's own comes from."""
+    """The place that raises the next error of the program."""
 
     def __init__(self) -> None:
         self.place: str | None = None
@@ -39,11 +40,11 @@ class Traps:
 
 @dataclass
 class Sync:
-    """Where ranks meet.
+    """A point at which ranks synchronise.
 
     Attributes:
         kind: "wrapped", "synchronised" (after a backward), or "finished".
-        models: Whose gradients are averaged.
+        models: The models whose gradients are averaged.
         joins: Of "finished": a rank without data counts as one with zeros (torch's join()).
         steps: Of "finished": optimizers that step with the means.
     """
@@ -67,28 +68,28 @@ def _models_of(loss: Any) -> list[int]:
 
 
 class Parting(enum.Enum):
-    """When the reference gives gradients that share memory a copy each, which frameworks do not.
+    """When the reference separates gradients that share memory, which frameworks do not do.
 
-    The framework alone adds to that memory once for each of them, which is its own mistake. Ours may be there
-    with it, or better than that: a run is right if it is equal to one of these.
+    The framework alone adds to that memory once for each of them, which is a mistake of the framework.
+    Paceline may make the same mistake, or avoid it: a run is right if it is equal to one of these.
     """
 
     NEVER = enum.auto()
     AFTER_BACKWARD = enum.auto()
-    AT_ONCE = enum.auto()  # in the middle of backward, too: a gradient may come in two parts
+    AT_ONCE = enum.auto()  # also in the middle of backward, where a gradient may receive two contributions
 
 
 class Walker:
     """One rank's run.
 
     Args:
-        program: As the grammar makes it.
-        rank: Of the process, or that it simulates.
-        subject: Who averages.
+        program: A result of the grammar.
+        rank: Of the process, or the simulated one.
+        subject: The wrapper that averages.
         options: Of the wrapper, besides the program's own.
         refused: For the reference: labels at which all ranks of the subject raised, and whether a backward
-            had run layers again by then.
-        parting: For the reference: when gradients that share memory are parted.
+            had recomputed layers by then.
+        parting: For the reference: when gradients that share memory are separated.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Walker:
         self.weights: dict[int, float] = {}
         self.weight_so_far: dict[int, float] = {}
         self.weighed_so_far: dict[int, set[int]] = {}  # parameters to whose gradients it applies
-        self.has_parted = False  # what ranks have left in gradients may differ
+        self.has_parted = False  # the remaining gradients of the ranks may differ
         self.at = ""
         self._visits: dict[str, int] = {}
         self._tainted = False
@@ -124,11 +125,11 @@ class Walker:
         self._made: list[int] = []  # models whose means came in the backward that has raised
 
     def run(self) -> Run:
-        """The whole program; errors that it does not catch come out."""
+        """Run the whole program; errors that it does not catch propagate."""
         yield from self._run_ops(self.program["ops"], "", 0)
 
     def note_end(self, error: BaseException) -> None:
-        """The program ended with this error."""
+        """Record the error that ended the program."""
         self.record.raised = self._error(error)
 
     def _run_ops(self, ops: list[Op], prefix: str, first: int) -> Run:
@@ -147,10 +148,10 @@ class Walker:
                 yield from steps
 
     def _run_alone(self, op: Op, label: str) -> None:
-        """An op up to where the ranks would meet, which they did not; nothing is said of it."""
-        told = len(self.record.events)
+        """Run an op up to the sync that the ranks did not reach, without events."""
+        count = len(self.record.events)
         next(getattr(self, "_op_" + op["op"])(op, label), None)
-        del self.record.events[told:]
+        del self.record.events[count:]
 
     def _op_try(self, op: Op, label: str) -> Run:
         body = op.get("body", [])
@@ -161,7 +162,8 @@ class Walker:
             self.record.events.append(self._error(error))
             self.traps.place = None
             self._tainted = True
-            # A warning that is an error here: parameters differ since a step with what nobody has averaged.
+            # A warning that is an error here: parameters differ since a step with gradients that were not
+            # averaged.
             self._is_lost = self._is_lost or isinstance(error, RuntimeWarning)
             self.weight_so_far.clear()
             self.weights.clear()
@@ -169,10 +171,10 @@ class Walker:
         self._part()
 
     def _part(self) -> None:
-        """From here on ranks may have left other gradients than others, or cleared them.
+        """From here on the ranks' remaining gradients may differ, or be cleared on some.
 
-        Some have run out of data before others, or may raise alone. What is trained is averaged again, but
-        nobody averages what is frozen.
+        Some have run out of data before others, or may raise alone. Gradients of trained parameters are
+        averaged again, but those of frozen ones are not.
         """
         self.has_parted = True
         for model in range(len(self.nets)):
@@ -200,7 +202,7 @@ class Walker:
         self._note_parameters(model)
 
     def _until_finished(self, batches: Iterable[int], model: int) -> Iterator[int]:
-        """The batches; then it is told that this rank has none left, and may see those of others only."""
+        """The batches; then note that this rank has none left, and may see the others' values only."""
         yield from batches
         self.record.events.append(Event(self.at, "finished", model=model))
 
@@ -216,7 +218,7 @@ class Walker:
         return {**self.options, **by_forward}
 
     def _weigh(self, losses: Sequence[Any]) -> None:
-        """Before a backward, where forwards have weights: those of one model add up."""
+        """Before a backward, if forwards have weights: those of one model add up."""
         if self.program.get("weighs"):
             for loss in losses:
                 for model in _models_of(loss):
@@ -227,7 +229,7 @@ class Walker:
 
     @contextlib.contextmanager
     def _watching(self, losses: Sequence[Any], models: Sequence[int]) -> Iterator[None]:
-        """Note what a backward that raises has done by then."""
+        """Note the progress of a backward that raises."""
         runs = [loss.batch.runs for loss in losses]
         backwards = [self._backwards_of(model) for model in models]
         try:
@@ -241,7 +243,7 @@ class Walker:
     def _backwards_of(self, model: int) -> int:
         return self.subject.backwards(self.wrappers[model]) if model in self.wrappers else 0
 
-    # --- what is told ---
+    # --- recording values ---
 
     def _drop_frozen(self, model: int) -> None:
         """Drop gradients of frozen parameters."""
@@ -255,21 +257,21 @@ class Walker:
         is_tainted = self._is_lost if kind == "parameters" else self._tainted
         self.record.events.append(Event(at, kind, values, model, shared=is_shared, tainted=is_tainted))
 
-    def _note_norm(self, told: float, true: float, resolution: float) -> None:
-        """A norm of all gradients.
+    def _note_norm(self, reported: float, true: float, resolution: float) -> None:
+        """Note a norm of all gradients.
 
         Args:
-            told, true: Of the subject, and computed in float64.
+            reported, true: Of the subject, and computed in float64.
             resolution: Of the coarsest type of a gradient: the distance of 1 from the next larger number.
         """
         # A norm of norms, each rounded to that type, by half of the resolution; and sums in float32 of some
         # thousand squares, the error of each at most 2**-24.
         within = resolution * (1 + resolution / 4) + 2e-4
-        self.record.events.append(Event(self.at, "norm", told=told, true=true, within=within))
+        self.record.events.append(Event(self.at, "norm", reported=reported, true=true, within=within))
 
     def _error(self, error: BaseException) -> Event:
-        told = str(error).strip()
-        text = "" if isinstance(error, Refused) else " | ".join(told.splitlines()[:4])[:400]
+        message = str(error).strip()
+        text = "" if isinstance(error, Refused) else " | ".join(message.splitlines()[:4])[:400]
         recomputed, self._recomputed = self._recomputed, False
         made, self._made = self._made, []
         name = type(error).__name__
@@ -279,5 +281,5 @@ class Walker:
         )
 
     def _is_own(self, error: BaseException) -> bool:
-        """Whether it is one that the program itself has raised."""
+        """True if the program itself has raised it."""
         return isinstance(error, UserError)

@@ -1,15 +1,15 @@
-"""Generated programs of Paddle whose steps are static functions, beside one process with the whole batch.
+"""Generated programs of Paddle whose steps are static functions, compared with one process.
 
-The fuzzer of one backward (the rest of this folder) stops a rank wherever ranks meet, so it has no step that
-is one call. Here a whole step is under paddle.jit.to_static, or the model is, or the function of the loss, or
-nothing. Steps have gradients of gradients (of the inputs, of the parameters, and once more), norms over all
-ranks, layers that are recomputed or used by some ranks only, micro-batches, and evaluations in between. The
-optimizer is Paddle's or a ShardedOptimizer, over several hosts or with a journal too. Some are refused by
-Paddle, and some raise in a step on every rank, which is made afterwards. In float64, the parameters after
-each step must be those of one process, which translates nothing; or every rank has refused what the
-documentation says is refused, and trains on as if it had not tried.
+The fuzzer of one backward (the rest of this folder) stops a rank wherever ranks synchronise, so it has no
+step that is one call. Here a whole step is under paddle.jit.to_static, or the model is, or the function of
+the loss, or nothing. Steps have gradients of gradients (of the inputs, of the parameters, and once more),
+norms over all ranks, layers that are recomputed or used by some ranks only, micro-batches, and evaluations in
+between. The optimizer is Paddle's or a ShardedOptimizer, over several hosts or with a journal too. Some steps
+are refused by Paddle, and some raise on every rank and are repeated. In float64, the parameters after each
+step must equal those of one process, which translates nothing; or every rank must have refused a step that
+the documentation says is refused, and trains on as if it had not tried.
 
-    make fuzz WHAT=whole_steps FRAMEWORK=paddle SEEDS=0:200
+make fuzz WHAT=whole_steps FRAMEWORK=paddle SEEDS=0:200
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tests.several_hosts import be_on_host
 FRAMEWORKS = ("paddle",)
 WIDTH = 3
 SCALE = 5.0
-"""What a sum over samples is divided by: a loss is no mean, so that it is the same for any division."""
+"""The divisor of a sum over samples: a loss is no mean, so that it is the same for any batch sizes."""
 
 Outcome = dict[str, Any]
-"""The `parameters` after a step; the `statistics` of norms; a `loss` of an evaluation; what was `refused`."""
+"""`parameters` after a step; `statistics` of norms; a `loss` of an evaluation; the errors `refused`."""
 
 _REFUSED_OPTIMIZER = "makes no step"
 _REFUSED_GRAPH = "a static graph cannot exchange sums"
@@ -74,7 +74,7 @@ def generate(seed: int, framework: str = "paddle") -> Program:
         options["bucket_cap_mb"] = 0.0001
     program["options"] = options
     program["steps"] = [_step(rng, program, has) for _ in range(rng.randint(2, 4))]
-    # By another generator, so that a seed makes the steps that it made before there were these.
+    # From another generator, so that a seed makes the same steps as before these were added.
     rng = random.Random(f"raising {seed}")
     if is_sharded and not program["full_graph"] and rng.random() < 0.2:
         program["raises_at"] = rng.randrange(len(program["steps"]))
@@ -82,7 +82,7 @@ def generate(seed: int, framework: str = "paddle") -> Program:
     if is_sharded and not program["full_graph"]:
         if options.get("share_parameters") and rng.random() < 0.5:
             program["journal"] = True
-            program["raises_late"] = rng.random() < 0.5  # and takes back what it has written
+            program["raises_late"] = rng.random() < 0.5  # and undoes its writes
         elif "reduce" not in options and rng.random() < 0.4:
             program["hosts"] = rng.choice([list(range(ranks)), [0, *[1] * (ranks - 1)]])
         if ("journal" in program or "hosts" in program) and rng.random() < 0.5:
@@ -99,8 +99,8 @@ def _step(rng: random.Random, program: Program, has: set[str]) -> dict[str, Any]
     losses = ["plain"]
     is_reentrant = any(layer.get("reentrant") for layer in program["layers"])
     if program["static"] in ("step", "nothing") and not is_reentrant:
-        # Paddle has no third derivative of a norm, and what one rank's loss alone makes of a parameter that
-        # norms connect with all ranks is no gradient of anything.
+        # Paddle has no third derivative of a norm. And norms connect a parameter with all ranks, so a
+        # gradient of one rank's loss alone is meaningless.
         losses += ["slope", "slope"] if "norm" in has else ["slope", "curvature", "parameters"]
     micros = 1 if program["options"].get("reduce") == "scatter" else rng.choice([1, 1, 1, 2])
     sizes = [[rng.choice([1, 2, 3, 4]) for _ in range(ranks)] for _ in range(micros)]
@@ -119,7 +119,7 @@ def _step(rng: random.Random, program: Program, has: set[str]) -> dict[str, Any]
 
 
 def expected_refusals(program: Program) -> list[str]:
-    """Words of the errors that every rank must raise, once each, in this order."""
+    """Texts of the errors that every rank must raise, once each, in this order."""
     expected = []
     if program["is_sharded"] and program["optimizer"] == "adam of many tensors":
         expected.append(_REFUSED_OPTIMIZER)
@@ -131,14 +131,14 @@ def expected_refusals(program: Program) -> list[str]:
 
 
 def values(program: Program) -> Iterator[np.ndarray[Any, Any]]:
-    """Of one parameter after the other, whatever their shapes."""
+    """Random values for one parameter after the other; each takes a slice of its shape."""
     numbers = np.random.default_rng(program["seed"])
     while True:
         yield 0.5 * numbers.standard_normal((WIDTH, WIDTH))
 
 
 def batch(program: Program, step: int, micro: int) -> list[np.ndarray[Any, Any]]:
-    """The parts of all ranks."""
+    """The batches of all ranks."""
     sizes = program["steps"][step]["sizes"][micro]
     numbers = np.random.default_rng([program["seed"], step, micro])
     return np.split(numbers.standard_normal((sum(sizes), WIDTH)), np.cumsum(sizes)[:-1])
@@ -225,7 +225,7 @@ def make_optimizer(
 
 
 def loss_of(net: Any, x: Any, opens: Any, kind: str, shares: Any = 1.0) -> Any:
-    """The sum over samples of one rank's part; of a whole batch without `parameters`, that over all ranks.
+    """The sum over samples of one rank's batch; of a whole batch without `parameters`, that over all ranks.
 
     `shares`: of each sample, in a plain loss.
     """
@@ -271,14 +271,14 @@ def train_step(
         net.weight(weights[-1])
     loss = loss_of(net, parts[-1], opens, kind)
     if breaks:
-        print(float(loss))  # no part of a graph
+        print(float(loss))  # not a part of the graph
     loss.backward()
     optimizer.step()
     optimizer.clear_grad()
 
 
 def run(rank: int, program: Program) -> list[Outcome]:
-    """What came of each step on this rank."""
+    """The result of each step on this rank."""
     import paddle
 
     from paceline.errors import ConfigError
@@ -313,7 +313,7 @@ def run(rank: int, program: Program) -> list[Outcome]:
     has_refused = False
     for number, step in enumerate(program["steps"]):
         own = [batch(program, number, micro)[rank] for micro in range(len(step["sizes"]))]
-        # An input that needs a gradient is a leaf: of its gradient nobody asks here.
+        # An input that needs a gradient is a leaf: its gradient is not used here.
         parts = [paddle.to_tensor(part, stop_gradient=False) for part in own]
         weights = [row[rank] for row in step["weights"]] if "weights" in step else None
         arguments = (parts, step["opens"][rank], step["loss"], step["breaks"], weights)
@@ -331,7 +331,7 @@ def run(rank: int, program: Program) -> list[Outcome]:
                     net.forward = net.forward.rollback() if hasattr(net.forward, "rollback") else net.forward
                 loss = loss_of
                 step_once(wrapped, optimizer, loss, *arguments)
-        except Exception as error:  # of any type: Paddle may pack what a function of a graph raises
+        except Exception as error:  # of any type: Paddle may wrap the exception of a function of a graph
             if not raising:
                 raise
             refuses(error)
@@ -345,7 +345,7 @@ def run(rank: int, program: Program) -> list[Outcome]:
 
 
 def _that_raises(raising: list[str], program: Program, which: Any) -> Any:
-    """A class of optimizer whose step raises while `raising` holds something."""
+    """A class of optimizer whose step raises while `raising` is not empty."""
     is_late = program.get("raises_late", False)
 
     class Raising(which):  # type: ignore[misc]
@@ -376,22 +376,22 @@ def _evaluation(net: Any, program: Program, number: int) -> float:
     return float((output**2).sum())
 
 
-# --- all of them, in one process ---
+# --- all ranks, in one process ---
 
 
 def run_alone(rank: int, program: Program) -> list[Outcome]:
-    """What must come of each step."""
+    """The required result of each step."""
     import paddle
 
     net, ranks = make_net(program), program["ranks"]
     kind = "adam" if program["optimizer"].startswith("adam") else program["optimizer"]
     optimizer = make_optimizer(kind)(_trained(net))
-    leaves_zeros = "reduce" not in program["options"]  # of gradients in parts nothing is left
+    leaves_zeros = "reduce" not in program["options"]  # sharded gradients leave nothing
     outcomes = []
     for number, step in enumerate(program["steps"]):
         for micro in range(len(step["sizes"])):
             parts = batch(program, number, micro)
-            if step["loss"] == "parameters":  # there are no norms: each rank's loss is its own
+            if step["loss"] == "parameters":  # no norms: losses of separate batches
                 for part, opens in zip(parts, step["opens"]):
                     loss = loss_of(net, paddle.to_tensor(part), opens, step["loss"])
                     (loss / ranks).backward()
@@ -414,7 +414,7 @@ def run_alone(rank: int, program: Program) -> list[Outcome]:
 
 
 def _shares(step: dict[str, Any], micro: int, ranks: int) -> list[float]:
-    """Of the gradient: without weights, micro-batches are added up, and the mean is that over ranks."""
+    """The factors of the ranks' losses: without weights, micro-batches are added and averaged over ranks."""
     if "weights" not in step:
         return [1 / ranks] * ranks
     return [weight / sum(map(sum, step["weights"])) for weight in step["weights"][micro]]
@@ -424,7 +424,7 @@ def _shares(step: dict[str, Any], micro: int, ranks: int) -> list[float]:
 
 
 def check(program: Program, framework: str = "paddle") -> str:
-    """What is wrong; empty: nothing."""
+    """The failures, in words; empty: none."""
     quiet = [("ignore", None, Warning, None, 0)]  # Paddle's own, of its compiler and of running statistics
     facts = {"program": program}
     found = run_ranks(run, program["ranks"], facts, group=None, framework="paddle", warning_filters=quiet)
