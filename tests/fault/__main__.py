@@ -1,7 +1,7 @@
 """The command line of the pairs of faults: python -m tests.fault --minutes 10; see `pairs.py`.
 
-The cases run in parts, one program with one kind of fault each. A part that has run at this commit is not run
-again, so a run that was interrupted, or whose minutes were over, goes on with the same command.
+The cases run in parts: one program with one kind of fault each. A part that has run at this commit is not run
+again, so the same command resumes a run that was interrupted or ran out of minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Exit status 1: there are findings; 2: parts are left."""
+    """Run the command line. Exit status 1: there are findings; 2: parts remain."""
     arguments = _arguments()
     commit = _commit()
     journal = Journal(Path(arguments.journal), commit)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _commit() -> str:
-    """Of the working tree, with "+" where it differs."""
+    """The commit of the working tree, with "+" if files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -1,7 +1,7 @@
-"""Runs programs with faults, many in one process start, and tells what each rank saw.
+"""Runs programs with faults, many in one process start, and returns the outcome of each rank.
 
 A harness rank, which is in no group, forks the ranks of each case; so a case costs milliseconds. The driver
-sees how each of them ended, and the survivors hand in what they raised.
+sees how each of them ended, and the survivors hand in the errors that they raised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.errors import PacelineError
 from tests.fault.faults import Action, Fault
 from tests.harness import run_ranks
 
-_MOST_STEPS = 10_000  # a fault that has not struck by then is not on the program's way
+_MOST_STEPS = 10_000  # a fault that has not struck by then is at a point that the program does not pass
 _PATIENCE_S = 90.0
 
 
@@ -52,9 +52,9 @@ class Seen:
     status: int  # negative: the signal that ended it
     kind: str = ""  # of the exception
     text: str = ""
-    ranks: tuple[int, ...] = ()  # that it names: `lost` or `late`
-    after_s: float = 0.0  # how long after the kill of `kills_stopped` it raised
-    queued_s: float = 0.0  # of these, how long it was ready to run and had no core
+    ranks: tuple[int, ...] = ()  # the ranks that it names: `lost` or `late`
+    after_s: float = 0.0  # the time from the kill of `kills_stopped` to its error
+    queued_s: float = 0.0  # the part of these in which it was ready to run and had no core
 
 
 @dataclass
@@ -63,16 +63,16 @@ class _Running:
     pids: list[int]
     pipes: list[int]
     killed_s: float = 0.0
-    before_s: dict[int, float] = field(default_factory=dict)  # how long a rank had no core, until the kill
+    before_s: dict[int, float] = field(default_factory=dict)  # of a rank without a core, until the kill
     seen: dict[int, Seen] = field(default_factory=dict)
 
 
 def run_cases(cases: list[Case], at_once: int = 2, framework: str = "torch") -> list[list[Seen]]:
-    """What every rank of every case saw; a rank that was stopped is killed when the others have ended.
+    """The outcome of every rank of every case. A rank that was stopped is killed when the others have ended.
 
     Args:
         at_once: How many cases run side by side.
-        framework: What the ranks have imported, so that a program needs no time for it.
+        framework: The framework that the ranks have imported, so that a program needs no time for it.
 
     Raises:
         RanksFailed: A rank hung, or something was left behind.
@@ -106,7 +106,7 @@ def _start(case: Case, number: int) -> _Running:
 
 
 def _run_rank(case: Case, rank: int, job_id: str, writing: int) -> None:
-    """In the forked child; does not return."""
+    """Run a rank in the forked child; does not return."""
     status = 1
     try:
         _core.disable_futex_waitv(case.without_waitv)
@@ -128,7 +128,7 @@ def _run_rank(case: Case, rank: int, job_id: str, writing: int) -> None:
         if not isinstance(error, PacelineError) or "injected" in str(error):
             sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
         named = getattr(error, "lost", ()) or getattr(error, "late", ())
-        # The times are made relative by the driver.
+        # The driver makes the times relative.
         seen = Seen(0, type(error).__name__, str(error), named, raised_s, _queued_s(os.getpid()))
         with contextlib.suppress(OSError), os.fdopen(writing, "wb") as pipe:
             pipe.write(pickle.dumps(seen))
@@ -138,7 +138,7 @@ def _run_rank(case: Case, rank: int, job_id: str, writing: int) -> None:
 
 
 def _finish(running: _Running) -> list[Seen]:
-    """Wait for all ranks; what a fault has stopped is killed, at the end or as the case says."""
+    """Wait for all ranks; kill ranks that a fault has stopped, at the end or as the case says."""
     waiting = dict(enumerate(running.pids))
     stopping = {fault.rank for fault in running.case.faults if fault.action is Action.STOP}
     stopped: set[int] = set()
@@ -176,7 +176,7 @@ def _since_the_kill(running: _Running, rank: int) -> Seen:
 
 
 def _queued_s(pid: int) -> float:
-    """How long a process was ready to run while others had the cores; 0 where the kernel does not say."""
+    """The time in which a process was ready to run and had no core; 0 if the kernel does not report it."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -185,7 +185,7 @@ def _queued_s(pid: int) -> float:
 
 
 def _read(running: _Running, rank: int, status: int) -> Seen:
-    """What a rank handed in, with the status that it ended with."""
+    """The outcome that a rank handed in, with its exit status."""
     parts = []
     pipe = running.pipes[rank]
     while select.select([pipe], [], [], 0)[0] and (part := os.read(pipe, 1 << 16)):

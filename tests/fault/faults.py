@@ -1,7 +1,7 @@
 """One line names a fault: `faults.kill(rank=2, step=3, at=Point.AFTER_POST)`.
 
-A fault strikes inside the core, at a labelled step of its protocol (cpp/core/faults.h); there is no timing
-in it. `arm` is called by every rank before every step of its program.
+A fault strikes inside the core, at a labelled step of its protocol (cpp/core/faults.h), so it does not depend
+on timing. Every rank calls `arm` before every step of its program.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from enum import IntEnum
 
 from paceline import _core
 
-# Steps of the protocol, as they are called in cpp/core/faults.h: Point.AFTER_POST and so on.
+# Steps of the protocol, with their names from cpp/core/faults.h: Point.AFTER_POST and so on.
 Point = IntEnum("Point", [name.upper() for name in _core.fault_points()], start=0)
 
-# What comes by together.
+# The kind of call that passes the point.
 ARRIVAL = (Point.CALL_BEGIN, Point.BEFORE_ARRIVE, Point.AFTER_ARRIVE)
 REDUCTION = (Point.BEFORE_REDUCE, Point.AFTER_REDUCE)
 BACKWARD = tuple(point for point in Point if Point.MARK_READY <= point <= Point.AFTER_END)
@@ -22,7 +22,7 @@ OPTIMIZER_STEP = tuple(point for point in Point if Point.STEP_MET <= point <= Po
 
 
 class Action(IntEnum):
-    """What happens there."""
+    """The action at the point."""
 
     KILL = _core.FAULT_ACTIONS["kill"]
     STOP = _core.FAULT_ACTIONS["stop"]
@@ -33,7 +33,7 @@ class Action(IntEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """In step `step` of its program, or as soon afterwards as it comes there, `rank` does `action` at `at`.
+    """In step `step` of its program, or at its next passage of `at`, `rank` does `action`.
 
     `nth`: not at the first passage but at this one.
     """
@@ -49,7 +49,7 @@ class Fault:
         return f"{self.action.name.lower()} rank {self.rank} at {self.at.name.lower()}{nth}"
 
     def arm(self, rank: int, step: int) -> None:
-        """If this is the rank and the step: from now on the fault can strike."""
+        """Arm the fault if this is its rank and step."""
         if (rank, step) == (self.rank, self.step):
             _core.arm_fault(self.at, self.action, self.nth)
 

@@ -1,14 +1,14 @@
-"""How ranks end whose group is torch's Gloo, where Gloo's threads come late.
+"""Measures how ranks of a torch Gloo group end when Gloo's threads run late.
 
-    python -m tests.fault.gloo_exits --exits 200                   # with Paceline's DDP
-    python -m tests.fault.gloo_exits --exits 200 --wait-s 0        # without its wait at the exit
-    python -m tests.fault.gloo_exits --exits 200 --subject torch   # with torch's, without Paceline
+python -m tests.fault.gloo_exits --exits 200                   # with Paceline's DDP
+python -m tests.fault.gloo_exits --exits 200 --wait-s 0        # without its wait at the exit
+python -m tests.fault.gloo_exits --exits 200 --subject torch   # with torch's, without Paceline
 
-A thread of Gloo's lets go of the tensors of the last collective only after the program has its result. If the
+A thread of Gloo releases the tensors of the last collective only after the program has its result. If the
 interpreter has begun to end by then, Python 3.13 and older end that thread in a way that aborts the process
 (pytorch#190489). Here these threads are `SCHED_IDLE` and share one core with the rest of their rank, so they
-run only when it leaves that core alone. Ranks are forks of a process that has imported torch, and run to the
-end of the interpreter. Prints how many had which exit status, as JSON.
+run only when the rest leaves that core idle. Ranks are forks of a process that has imported torch, and run to
+the end of the interpreter. Prints how many had which exit status, as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # once, for all forks: optimizers and torch's DDP do
+import torch._dynamo  # once, for all forks: optimizers and torch's DDP import it
 import torch.distributed as dist
 from torch import nn
 
@@ -45,7 +45,7 @@ def main() -> None:
         from paceline.torch.communicator import gloo_threads  # once, for all forks
 
         gloo_threads.LONGEST_S = gloo_threads.LONGEST_S if args.wait_s is None else args.wait_s
-    gc.freeze()  # or each fork copies what the end of the interpreter looks at
+    gc.freeze()  # otherwise each fork copies the pages that the end of the interpreter visits
     statuses: list[int] = []
     while len(statuses) < args.exits:
         statuses += _run_jobs(args)
@@ -64,7 +64,7 @@ def _run_jobs(args: argparse.Namespace) -> list[int]:
                 sys.exit(0)  # through the end of the interpreter
             pids.append(pid)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    shutil.rmtree(folder)  # not in the forks, as a TemporaryDirectory would
+    shutil.rmtree(folder)  # a TemporaryDirectory would be removed in the forks, too
     return statuses
 
 
@@ -97,7 +97,7 @@ def _wrap(model: nn.Module, subject: str) -> nn.Module:
 
 
 def _starve_gloo(rank: int) -> None:
-    """One core for all threads of this rank, where those of Gloo come last."""
+    """Put all threads of this rank on one core, those of Gloo at idle priority."""
     cores = sorted(os.sched_getaffinity(0))
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), {cores[rank % len(cores)]})
@@ -106,7 +106,7 @@ def _starve_gloo(rank: int) -> None:
 
 
 def _gather() -> None:
-    """What examples/digits.py does last."""
+    """The last collective of examples/digits.py."""
     mine = torch.ones(32, dtype=torch.uint8)
     everyones = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
     dist.all_gather(everyones, mine)
@@ -122,7 +122,7 @@ def _kept(rank: int) -> None:
 
 
 def _unawaited(rank: int) -> None:
-    """A collective that nobody waits for, on a group that is kept."""
+    """A collective whose result is never waited for, on a group that is kept."""
     dist.all_reduce(torch.ones(1000), async_op=True)
 
 

@@ -1,7 +1,7 @@
 """Runs the cases of `pairs.py`, several at once: a harness rank, which is in no group, forks their ranks.
 
 Three ranks make a *team*, which runs one case after another. While the survivors of a case wait for a rank
-that is stopped, they need no core, so many such cases run beside each other.
+that is stopped, they need no core, so many such cases run side by side.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import ClassVar
 
 from tests.fault.faults import Action
 from tests.fault.pair_rank import BOARD_BYTES, receive, send, serve
-from tests.fault.pairs import WORLD_SIZE, Ended, Pair, Told, has_struck, judge
+from tests.fault.pairs import WORLD_SIZE, CaseReport, Ended, Pair, has_struck, judge
 from tests.harness import run_ranks
 
 _AT_ONCE = 6
 _WAITING_AT_ONCE = 32
 _PATIENCE_S = 120.0
-_MOST_CASES = 100  # of one process: whatever it may hold on to, it does not hold on to much
+_MOST_CASES = 100  # of one process: this bounds any leaks
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What many cases gave.
+    """The results of many cases.
 
     Attributes:
         cases: How many there were.
@@ -41,7 +41,7 @@ class Findings:
         cpu_s: Seconds of a core that they took, on all ranks.
         wrong: One line for each case that went wrong.
 
-    In the rest a rank gave up before: on a busy machine, one that was slow was taken for a stopped one.
+    In the other cases a rank gave up before: on a busy machine, it took a slow rank for a stopped one.
     """
 
     cases: int
@@ -74,7 +74,7 @@ def run_pairs(pairs: Sequence[Pair], framework: str = "torch") -> Findings:
 
 
 def run_cases(pairs: Sequence[Pair], framework: str = "torch") -> list[list[Ended]]:
-    """How each rank of each case ended. The ranks have imported `framework` already."""
+    """The end of each rank of each case. The ranks have imported `framework` already."""
     return _run(pairs, framework)[0]
 
 
@@ -90,7 +90,7 @@ def _drive(_: int, pairs: Sequence[Pair]) -> tuple[list[list[Ended]], float]:
     waiting = [number for number, pair in enumerate(pairs) if pair.struck(Action.STOP)]
     others = [number for number, pair in enumerate(pairs) if not pair.struck(Action.STOP)]
     gc.collect()
-    gc.freeze()  # what is collected in a fork is copied for it first
+    gc.freeze()  # a fork would copy the pages of garbage first
     with _woken_by_children() as bell:
         for numbers, at_once in ((waiting, _WAITING_AT_ONCE), (others, _AT_ONCE)):
             ended.update(_run_all(pairs, numbers, at_once, bell))
@@ -101,7 +101,7 @@ def _drive(_: int, pairs: Sequence[Pair]) -> tuple[list[list[Ended]], float]:
 
 @contextmanager
 def _woken_by_children() -> Iterator[int]:
-    """A descriptor that can be read when a child has ended or stopped."""
+    """A descriptor that becomes readable when a child has ended or stopped."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -118,7 +118,7 @@ def _run_all(
     pairs: Sequence[Pair], numbers: Iterable[int], at_once: int, bell: int
 ) -> Iterator[tuple[int, list[Ended]]]:
     left = list(reversed(list(numbers)))
-    # To start a team costs as much as some cases.
+    # Starting a team costs as much as some cases.
     teams = [_Team(f"{at_once}.{place}") for place in range(min(at_once, -(-len(left) // 3)))]
     try:
         running: dict[_Team, int] = {}
@@ -168,16 +168,16 @@ class _Team:
         self._until_s = time.monotonic() + _PATIENCE_S
 
     def advance(self) -> list[Ended] | None:
-        """Take the case further; how it ended, once it has.
+        """Continue the case; return how it ended, once it has.
 
-        When all ranks have reported how their steps went, or are stopped or dead, those that are stopped are
-        continued. When these have reported, too, all are asked once more.
+        When all ranks have reported their steps, or are stopped or dead, the stopped ranks are continued.
+        When these have reported, too, all are asked once more.
         """
         ranks = [rank for rank in self._ranks if rank is not None]
         for rank in ranks:
             rank.look()
         is_late = time.monotonic() > self._until_s
-        if not is_late and any(rank.is_busy(told=2 if self._was_asked else 1) for rank in ranks):
+        if not is_late and any(rank.is_busy(reports=2 if self._was_asked else 1) for rank in ranks):
             return None
         if not is_late and not self._was_asked:
             stopped = [rank for rank in ranks if rank.is_stopped]
@@ -218,7 +218,7 @@ class _Rank:
         self._open_fds.update((self.reading, self._writing))
         self.status: int | None = None  # once it has ended; negative: the signal
         self.is_stopped = False
-        self._told: list[Told] = []
+        self._reports: list[CaseReport] = []
         self.pid = os.fork()
         if self.pid == 0:
             signal.set_wakeup_fd(-1)
@@ -230,16 +230,16 @@ class _Rank:
         os.close(from_driver)
 
     def begin(self) -> None:
-        """Forget the case before."""
-        self._told = []
+        """Forget the previous case."""
+        self._reports = []
 
     def send(self, what: object) -> None:
-        """If it has died meanwhile, it is the next `look` that says so."""
+        """Send a message; if the rank has died meanwhile, the next `look` notices that."""
         with suppress(BrokenPipeError):
             send(self._writing, what)
 
     def look(self) -> None:
-        """Note what it has reported, and whether it has stopped or ended, since."""
+        """Receive its new reports, and note whether it has stopped or ended."""
         while self.status is None:
             done, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if not done:
@@ -248,21 +248,21 @@ class _Rank:
             if not self.is_stopped:
                 self.status = os.waitstatus_to_exitcode(status)
         while select.select([self.reading], [], [], 0)[0]:
-            told = receive(self.reading)
-            if told is None:
+            report = receive(self.reading)
+            if report is None:
                 break
-            self._told.append(told)
+            self._reports.append(report)
 
-    def is_busy(self, told: int) -> bool:
-        """Whether it runs, and has reported less often than `told`."""
-        return self.status is None and not self.is_stopped and len(self._told) < told
+    def is_busy(self, reports: int) -> bool:
+        """True if it runs, and has sent fewer than `reports` reports."""
+        return self.status is None and not self.is_stopped and len(self._reports) < reports
 
     def let_continue(self) -> None:
         self.is_stopped = False
         os.kill(self.pid, signal.SIGCONT)
 
     def how_it_ended(self) -> Ended:
-        first, last = (*self._told, None, None)[:2]
+        first, last = (*self._reports, None, None)[:2]
         return Ended(first, last, self.status == -signal.SIGKILL)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""All cases of `pairs.py`, in parts: what one program gives for one kind of fault."""
+"""All cases of `pairs.py`, in parts: the cases of one program and one kind of fault."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Part:
         return f"{self.program.__name__}, {self.kind}"
 
     def pairs(self) -> list[Pair]:
-        """All of them."""
+        """All cases of the part."""
         return KINDS[self.kind](self.program)
 
     def run(self) -> Findings:
@@ -67,10 +67,10 @@ class Part:
 
 
 def framework_of(program: type[Program]) -> str:
-    """What its ranks have imported before they start."""
+    """The framework that its ranks import before they start."""
     return "torch" if program.__name__.startswith("Wrapped") else "numpy"
 
 
 def all_parts() -> list[Part]:
-    """In the order in which they run."""
+    """All parts, in the order in which they run."""
     return [Part(program, kind) for program in PROGRAMS for kind in KINDS]

@@ -1,5 +1,7 @@
-"""What the ranks do while a pair of faults strikes: backward passes, on the core alone and through torch;
-sums for other hosts; collectives, messages, and groups that form and end.
+"""The programs of the ranks while a pair of faults strikes.
+
+Backwards, on the core alone and through torch; sums for other hosts; collectives, messages, and groups that
+form and end.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tests.fault.pairs import WORLD_SIZE, Array, Program
 from tests.multiprocess.reducer_world import World, offsets_of
 
 _MODEL = [(17_000, "float32")] * 3
-_CAP_BYTES = 51_000  # several buckets, of which the ends lie within parameters
+_CAP_BYTES = 51_000  # several buckets, whose ends lie within parameters
 _SEVERAL_PIECES = 70_000  # float64s
 _ONE_PIECE = 5_000
 
@@ -38,11 +40,11 @@ def _reduce_and_check(group: Any, array: Array, number: int) -> None:
     np.testing.assert_array_equal(array, _total(number))
 
 
-# --- backward passes ---
+# --- backwards ---
 
 
 class Backwards(Program):
-    """Backward passes whose gradients are each rank's own memory."""
+    """Backwards whose gradients are each rank's own memory."""
 
     points = BACKWARD
     assigns_chunks: ClassVar[bool] = False
@@ -62,13 +64,13 @@ class Backwards(Program):
 
 
 class AssignedBackwards(Backwards):
-    """The same, where each rank has chunks of its own in every bucket."""
+    """The same, with chunks assigned to each rank in every bucket."""
 
     assigns_chunks = True
 
 
 class BackwardsInBuffer(Program):
-    """Backward passes whose gradients lie in the memory that the ranks share."""
+    """Backwards whose gradients lie in the memory that the ranks share."""
 
     points = BACKWARD
 
@@ -85,7 +87,7 @@ class BackwardsInBuffer(Program):
 
 
 class ScatteringBackwards(Program):
-    """Backward passes in which each rank gets a part of the means: parameters are cut within a segment."""
+    """Backwards in which each rank gets a shard of the means: parameters are cut within a segment."""
 
     points = BACKWARD
     _own: ClassVar[tuple[tuple[int, int, int, int], ...]] = (  # parameter, first and last element, rank
@@ -114,12 +116,12 @@ class ScatteringBackwards(Program):
                 np.testing.assert_allclose(got[param][begin:end], mean[begin:end], rtol=1e-6, atol=1e-6)
 
     def memory(self) -> Iterable[Array]:
-        """Nothing: after a backward that has failed nobody reads what is left of it."""
+        """Empty: after a backward that has failed its results are not used."""
         return ()
 
 
 class VoidBackwards(Program):
-    """Backward passes of which every second one is void: rank 0 leaves a parameter out."""
+    """Backwards of which every second one is void: rank 0 leaves a parameter out."""
 
     points = BACKWARD
 
@@ -141,7 +143,7 @@ class VoidBackwards(Program):
 
 
 class NewReducers(Program):
-    """A reducer for each step, with memory of its own: what wrapping a model anew does, and dropping it."""
+    """A new reducer for each step, with its own memory, as if a model is wrapped anew each time."""
 
     points = (*ARRIVAL, Point.ALLOCATE, *BACKWARD)
 
@@ -160,9 +162,9 @@ class NewReducers(Program):
 
 
 class HostBackwards(Program):
-    """The part of one host of two in a mean: sums of its ranks, and means for them.
+    """The work of one host of two for a mean: sums of its ranks, and means for them.
 
-    The other host is not there: what it would send is the sum of its ranks, which is known.
+    The other host is simulated: it would send the sum of its ranks, which is known.
     """
 
     points = tuple(point for point in BACKWARD if point is not Point.MARK_READY)
@@ -182,7 +184,8 @@ class HostBackwards(Program):
         try:
             self._backward(number)
         except PacelineError:
-            # As HierarchicalReducer does: the others hear of it, and nobody else writes here any more.
+            # As HierarchicalReducer does: this notifies the other ranks, and no other rank writes here any
+            # more.
             self._group._core.abort("gave up")
             self._sums.keep_buffer()
             raise
@@ -232,7 +235,7 @@ class SmallCalls(Program):
 
 
 class RegionCalls(Program):
-    """An array in the region, reduced in place. It stays shared, so its own memory is a copy of it."""
+    """An array in the region, reduced in place. It stays shared, so `memory` is a copy of it."""
 
     points = (*ARRIVAL, *REDUCTION)
     most_apart = 1
@@ -251,7 +254,7 @@ class RegionCalls(Program):
 
 
 class PieceCalls(Program):
-    """An array of several pieces, copied through the region."""
+    """An array of several chunks, copied through the region."""
 
     points = (*ARRIVAL, *REDUCTION, Point.COPY_OUT)
     most_apart = 1
@@ -301,7 +304,7 @@ class Movements(Program):
 
 
 class Messages(Program):
-    """Around the ring, longer than a channel holds."""
+    """Messages around the ring, longer than a channel holds."""
 
     points = (Point.SEND, Point.RECEIVE)
     most_apart = 1
@@ -347,7 +350,7 @@ class Subgroups(Program):
 
 
 class Steps(Program):
-    """Steps of an optimizer on memory that all ranks share: each writes its part."""
+    """Steps of an optimizer on memory that all ranks share: each writes its shard."""
 
     points = (*ARRIVAL, *OPTIMIZER_STEP)
     most_apart = 1
@@ -359,14 +362,14 @@ class Steps(Program):
         self._step(number)
 
     def memory(self) -> Iterable[Array]:
-        return []  # all of it is everybody's
+        return []  # all of it belongs to all ranks
 
 
 # --- all of it ---
 
 
 class Training(Program):
-    """What a script does between two backward passes, and one: a step comes by every labelled point."""
+    """A backward and a script's other operations around it: a step passes every labelled point."""
 
     points = tuple(Point)
 

@@ -1,7 +1,7 @@
 """One rank of the cases of `pairs.py`: a forked process that runs one case after another.
 
-To fork a process for each case would be most of what it costs. So a rank lives until a fault kills it, and
-joins a new group for each case. Nothing of a case is left then: the group is closed, and what it had is
+Forking a process for each case would cost more than the case. So a rank lives until a fault kills it, and
+joins a new group for each case. It keeps nothing of a case: the group is closed, and its objects are
 collected.
 """
 
@@ -24,25 +24,25 @@ import paceline
 from paceline import _core
 from paceline.errors import PacelineError
 from tests.fault.faults import Action, Point
-from tests.fault.pairs import STRUCK_IN_STEP, WORLD_SIZE, Array, Pair, Program, Strike, Told
+from tests.fault.pairs import STRUCK_IN_STEP, WORLD_SIZE, Array, CaseReport, Pair, Program, Strike
 
 BOARD_BYTES = mmap.PAGESIZE
-# A survivor notices a stopped rank when this has passed. On a busy machine, a rank that is only slow may be
-# given up as well: that is one more fault, after which the same must hold.
+# A survivor notices a stopped rank after this time. On a busy machine, a rank that is only slow may be given
+# up as well: that is one more fault, after which the same rules must hold.
 _TIMEOUT_S = 1.0
 _PATIENT_S = 60.0
 _HEAD = struct.Struct("<I")
 
 
 def serve(rank: int, board: mmap.mmap, reading: int, writing: int) -> NoReturn:
-    """In the fork: run the cases that the driver sends, until it kills this process or closes its end.
+    """Run in the fork the cases that the driver sends, until it kills this process or closes its end.
 
     Args:
         rank: The same in all cases.
         board: Memory that the ranks share, zeroed at first: how often each has passed which point.
-        reading: Cases come from here: (pair, job id). Once it has reported the case, the rank waits for
-            any message, and tells it again.
-        writing: What it tells goes there (`Told`).
+        reading: Receives cases: (pair, job id). Once the rank has reported a case, it waits for any message,
+            and reports again.
+        writing: Sends reports (`CaseReport`).
     """
     try:
         while (case := receive(reading)) is not None:
@@ -102,14 +102,14 @@ class _Case:
             error = f"{type(caught).__name__}: {caught}"
             if not is_expected:
                 error += "\n" + traceback.format_exc()
-        # The exception is gone by now, as in a script that has caught it and goes on.
-        send(writing, self._tell(error, is_expected))
+        # The exception is gone by now, as in a script that has caught it and continues.
+        send(writing, self._report(error, is_expected))
         receive(reading)
-        send(writing, self._tell(error, is_expected))
+        send(writing, self._report(error, is_expected))
         self._leave()
 
     def _join(self) -> None:
-        # A slow start is no fault, so what comes before the first step has time-outs of its own.
+        # A slow start is no fault, so the calls before the first step have longer time-outs.
         is_short = bool(self._pair.struck(Action.STOP))
         self._group = paceline.init(
             rank=self._rank,
@@ -136,8 +136,8 @@ class _Case:
             self._program.step(number)
             self._good += 1
 
-    def _tell(self, error: str, is_expected: bool) -> Told:
-        return Told(
+    def _report(self, error: str, is_expected: bool) -> CaseReport:
+        return CaseReport(
             self._good,
             error,
             "" if self._program is None else _digest(self._program.memory()),

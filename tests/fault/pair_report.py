@@ -1,4 +1,4 @@
-"""What `make pairs` has found so far: a file with a line for each part that has run, and the table of all."""
+"""The findings of `make pairs`: a file with a line for each part that has run, and the table of all."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _NONE = Findings(0, 0, 0, 0, 0.0)
 
 
 class Journal:
-    """The parts that have run, in a file: what ends the run, ends no part that was over.
+    """The parts that have run, in a file, so that an interrupted run keeps its finished parts.
 
     Args:
-        path: Made if it is not there. What was found at another commit does not count any more.
+        path: Created if it does not exist. Findings at another commit no longer count.
     """
 
     def __init__(self, path: Path, commit: str) -> None:
@@ -40,7 +40,7 @@ class Journal:
             path.write_text(json.dumps({"commit": commit}) + "\n")
 
     def add(self, part: Part, findings: Findings) -> None:
-        """Write down what a part has found."""
+        """Write the findings of a part."""
         with self._path.open("a") as file:
             file.write(json.dumps({"part": str(part), "findings": asdict(findings)}) + "\n")
 
@@ -69,14 +69,14 @@ def report_of(found: Mapping[str, Findings], command: str, commit: str) -> Repor
         notes=[
             "A rank waits at one of its points until another rank has passed one of its own. Then it is "
             "killed, or stopped and continued when the others have ended, or it goes on (held). In the last "
-            "kind one rank is stopped, and another killed when the first has come to its point. Points: the "
-            "labelled points that a step of the program comes by; there is a case for each pair of them and "
+            "kind one rank is stopped, and another killed when the first has reached its point. Points: the "
+            "labelled points that a step of the program passes; there is a case for each pair of them and "
             "of three ranks.",
             "A finding: survivors disagree how many steps were good, memory of one changes after it has "
             "raised, a wrong mean or message, an error that is not Paceline's, or a hang.",
             "One of two: the rank that was to be killed could not come to its point any more, because it "
-            "waited for the one that was stopped. Unstruck: the program came to its end first; who claims a "
-            "chunk is nobody's plan. In the rest a slow rank was taken for a stopped one before.",
+            "waited for the one that was stopped. Unstruck: the program came to its end first; any rank may "
+            "claim a chunk. In the rest a slow rank was taken for a stopped one before.",
             f"At commit {commit}.",
         ],
         is_complete=not total.wrong,

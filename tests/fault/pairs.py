@@ -1,21 +1,21 @@
-"""Pairs of faults with state instead of time: rank i waits at A until rank r has passed B, and then dies,
-is stopped and continued, or simply goes on.
+"""Pairs of faults, ordered by state instead of time.
 
+Rank i waits at A until rank r has passed B, and then dies, is stopped and continued, or simply continues.
 Each rank counts in shared memory which labelled points it has passed (`count_passages` in cpp/core/faults.h),
-and the struck rank looks at its peer's count; so each case is one interleaving, and not a race against a
-clock. Where the peer cannot come to B before the struck rank goes on, nobody moves any more; the struck
-rank notices this standstill and goes on.
+and the struck rank reads its peer's count. So each case is one interleaving, and not a race against a clock.
+If the peer cannot reach B before the struck rank continues, no rank makes progress; the struck rank notices
+this standstill and continues.
 
-What must hold, wherever the fault strikes:
+These rules must hold, wherever the fault strikes:
 
 - All survivors have made the same number of good steps, and so has a rank that was stopped and continued: a
-  backward was good for all ranks or for none. (A collective may return on one rank and raise on another:
-  steps of nothing else may differ by one.)
+  backward was good for all ranks or for none. (A collective may return on one rank and raise on another: only
+  there may the numbers differ, by one.)
 - No byte of a survivor's memory changes after the survivor has raised, whatever the continued rank does.
 - Without a death or a stop, every step is good, and every mean and message is right.
 
-This file says what a case is and judges it; `pair_driver.py` and `pair_rank.py` run it, `pair_programs.py`
-has what the ranks do meanwhile, and `pair_parts.py` lists all cases.
+This file defines a case and judges it; `pair_driver.py` and `pair_rank.py` run it, `pair_programs.py` has the
+programs of the ranks, and `pair_parts.py` lists all cases.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Array = np.ndarray[Any, Any]
 WORLD_SIZE = 3
 STRUCK_IN_STEP = 1
 _STEPS = 4
-# Who claims a chunk is nobody's plan: it may take some backward passes until the struck rank does.
+# Any rank may claim a chunk: it may take some backwards until the struck rank does.
 _MOST_STEPS = 40
 
 
 class Program(ABC):
-    """What one rank does, in steps.
+    """The program of one rank, in steps.
 
     Attributes:
-        points: The labelled points by which its steps come, all of them.
+        points: All labelled points that its steps pass.
         most_apart: By how many good steps survivors may differ.
     """
 
@@ -56,11 +56,11 @@ class Program(ABC):
 
     @abstractmethod
     def step(self, number: int) -> None:
-        """Make a step, and check what came of it; raises if it was not good."""
+        """Make a step, and check its results; raises if it was not good."""
 
     @abstractmethod
     def memory(self) -> Iterable[Array]:
-        """What of this rank nobody else may change once a step has raised."""
+        """The memory of this rank that no other rank may change once a step has raised."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Strike:
     peer_at: Point = Point.CALL_BEGIN
 
     def __str__(self) -> str:
-        told = f"{self.action.name.lower()} rank {self.rank} at {self.at.name.lower()}"
+        text = f"{self.action.name.lower()} rank {self.rank} at {self.at.name.lower()}"
         if self.peer is None:
-            return told
-        return f"{told} when rank {self.peer} has passed {self.peer_at.name.lower()}"
+            return text
+        return f"{text} when rank {self.peer} has passed {self.peer_at.name.lower()}"
 
     def arm(self) -> None:
-        """On the rank that is struck: from now on it can happen."""
+        """Arm the strike on the struck rank: from now on it can happen."""
         peer = -1 if self.peer is None else self.peer
         _core.arm_fault(self.at, self.action, 1, peer, self.peer_at)
 
@@ -100,28 +100,28 @@ class Pair:
 
     @property
     def steps(self) -> int:
-        """How many steps a rank makes, if it is let."""
+        """The number of steps that a rank makes without a fault."""
         return _MOST_STEPS if self.struck(Action.KILL) or self.struck(Action.STOP) else _STEPS
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank reports of itself, once when its steps have ended and once when the others' have, too."""
+class CaseReport:
+    """The report of one rank: sent once when its steps have ended and once when the others' have, too."""
 
     good_steps: int
     error: str  # empty: none
     digest: str  # of its memory
-    is_expected: bool  # whether it ended as a rank may: without an error, or with one of Paceline's
+    is_expected: bool  # True if it ended without an error, or with one of Paceline's
     passed: frozenset[Point] = frozenset()  # from the step on in which faults strike
-    was_struck: bool = False  # whether it came to the point of its strike
+    was_struck: bool = False  # True if it passed the point of its strike
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What the driver saw of a rank: nothing told means that it ended without a word."""
+    """The driver's view of a rank: without reports, it ended without a word."""
 
-    first: Told | None
-    last: Told | None
+    first: CaseReport | None
+    last: CaseReport | None
     was_killed: bool = False
 
 
@@ -136,7 +136,7 @@ def every_pair(program: type[Program], action: Action) -> list[Pair]:
 
 
 def every_stop_with_a_death(program: type[Program]) -> list[Pair]:
-    """One rank stops at a point, then another dies at one; the first goes on when the third has raised."""
+    """One rank stops at a point, then another dies at one; the first continues when the third has raised."""
     return [
         Pair(program, (Strike(Action.STOP, first, at), Strike(Action.KILL, second, dies_at, first, at)))
         for first, second in itertools.permutations(range(WORLD_SIZE), 2)
@@ -146,8 +146,8 @@ def every_stop_with_a_death(program: type[Program]) -> list[Pair]:
 
 
 def judge(pair: Pair, ended: Sequence[Ended]) -> str:
-    """What is wrong with how the ranks ended; empty: nothing."""
-    told = {}
+    """The error in how the ranks ended; empty: none."""
+    reports = {}
     for rank, each in enumerate(ended):
         if each.was_killed and rank in pair.struck(Action.KILL):
             continue
@@ -157,18 +157,18 @@ def judge(pair: Pair, ended: Sequence[Ended]) -> str:
             return f"rank {rank} ended with {each.first.error}"
         if each.first.digest != each.last.digest:
             return f"the memory of rank {rank} changed after it had ended with {each.first.error!r}"
-        told[rank] = each.first
-    counts = {rank: each.good_steps for rank, each in told.items()}
+        reports[rank] = each.first
+    counts = {rank: each.good_steps for rank, each in reports.items()}
     if counts and max(counts.values()) - min(counts.values()) > pair.program.most_apart:
-        errors = {rank: each.error.partition("\n")[0] for rank, each in told.items()}
+        errors = {rank: each.error.partition("\n")[0] for rank, each in reports.items()}
         return f"good steps by rank: {counts}; errors: {errors}"
     if pair.steps == _STEPS and set(counts.values()) != {pair.steps}:
-        return f"a step failed although nobody died: {[each.error for each in told.values()]}"
+        return f"a step failed although no rank died: {[each.error for each in reports.values()]}"
     return ""
 
 
 def has_struck(strikes: Sequence[Strike], ended: Sequence[Ended]) -> bool:
-    """Whether all of this happened."""
+    """True if all of these happened."""
 
     def has_happened(strike: Strike) -> bool:
         seen = ended[strike.rank]

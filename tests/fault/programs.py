@@ -1,4 +1,4 @@
-"""What ranks do when a fault strikes: a program is one step, made again and again until something ends it."""
+"""The programs of ranks while a fault strikes: a program is one step, repeated until something ends it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline import _core
 from tests.multiprocess.reducer_world import World
 
 Step = Callable[[int], None]
-_LARGE = 150_000  # float64s: several pieces
+_LARGE = 150_000  # float64s: several chunks
 
 
 def small(group: Any) -> Step:
@@ -21,13 +21,13 @@ def small(group: Any) -> Step:
 
 
 def heavy(group: Any) -> Step:
-    """As `small`, but rank 1 has half a gigabyte, which the kernel must tear down when it dies."""
+    """Like `small`, but rank 1 has half a gigabyte, which the kernel must tear down when it dies."""
     ballast = np.ones(1 << 26 if group.rank == 1 else 10)
     return lambda step: group.all_reduce(ballast[:10])
 
 
 def in_region(group: Any) -> Step:
-    """Reduced where they lie, between two synchronisations."""
+    """Reduced in place, between two synchronisations."""
     array = group.allocate(_LARGE)
     return lambda step: group.all_reduce(array)
 
@@ -57,7 +57,7 @@ def movements(group: Any) -> Step:
 
 
 def messages(group: Any) -> Step:
-    """Around the ring, longer than a channel holds."""
+    """Messages around the ring, longer than a channel holds."""
     out, into = np.ones(_LARGE), np.ones(_LARGE)
 
     def step(_: int) -> None:
@@ -74,7 +74,7 @@ def allocations(group: Any) -> Step:
 
 
 def steps(group: Any) -> Step:
-    """Steps of an optimizer on memory that all ranks share, of which each has a part in two blocks."""
+    """Steps of an optimizer on memory that all ranks share; each rank has a shard in two blocks."""
     world, rank = group.world_size, group.rank
     array = group.allocate(1024)
     if rank == 0:
@@ -102,7 +102,7 @@ def steps(group: Any) -> Step:
 
 
 def backwards(group: Any) -> Step:
-    """Backward passes in which every gradient is used."""
+    """Backwards in which every gradient is used."""
     world = World(group, [(40_000, "float32")] * 3, cap_bytes=60_000)
 
     def step(number: int) -> None:
@@ -114,7 +114,7 @@ def backwards(group: Any) -> Step:
 
 
 def void_backwards(group: Any) -> Step:
-    """Backward passes of which nothing is reduced: rank 0 leaves a parameter out."""
+    """Backwards in which nothing is reduced: rank 0 leaves a parameter out."""
     world = World(group, [(40_000, "float32")] * 3, cap_bytes=60_000)
 
     def step(number: int) -> None:

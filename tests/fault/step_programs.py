@@ -1,7 +1,7 @@
-"""Steps of a sharded optimizer in which a fault strikes, and what a rank that is left finds afterwards.
+"""Steps of a sharded optimizer in which a fault strikes, and the state that survivors find afterwards.
 
-A step is right if the parameters are those of the whole step or those before it, bit for bit, or if
-everything that would use them raises. What it was is added to the error, for the test: "found: whole", "none"
+A step is right if the parameters are those of the whole step or those before it, bit for bit, or if every
+operation that would use them raises. The result is added to the error, for the test: "found: whole", "none"
 or "half". The reference is the framework's own optimizer, on copies that no other rank has.
 """
 
@@ -25,7 +25,7 @@ _SHAPES = ((37, 41), (300,), (700,))
 
 
 def come_by_a_point() -> None:
-    """In the middle of a part: an optimizer that calls this passes `block_written`."""
+    """In the middle of a shard: an optimizer that calls this passes `block_written`."""
     scratch = np.zeros(_core.StepTable.nbytes(1) + 128, np.uint8)
     at = -(-scratch.ctypes.data // 128) * 128
     _core.StepTable(at, 1, 0).close_block(0, 0)
@@ -53,15 +53,15 @@ class Steps(ABC):
 
     @abstractmethod
     def make_alone(self, values: Sequence[Array]) -> None:
-        """A model of these values that this rank alone has."""
+        """A model of these values that only this rank has."""
 
     @abstractmethod
     def make(self, group: Any, is_shared: bool, values: Sequence[Array]) -> None:
-        """A model that is wrapped."""
+        """The wrapped model."""
 
     @abstractmethod
     def give(self, gradients: Sequence[Array]) -> None:
-        """To both models."""
+        """Give gradients to both models."""
 
     @abstractmethod
     def step_alone(self) -> None: ...
@@ -75,11 +75,11 @@ class Steps(ABC):
 
     @abstractmethod
     def expected(self) -> list[Array]:
-        """Those of the other."""
+        """The values of the reference."""
 
     @abstractmethod
     def uses(self) -> Iterator[Callable[[], object]]:
-        """What must raise if the parameters hold half of a step."""
+        """The operations that must raise if the parameters hold half of a step."""
 
     def step(self, number: int) -> None:
         drawn = np.random.default_rng(1 + number)
@@ -107,17 +107,17 @@ class Steps(ABC):
         return "whole"
 
     def found_state(self) -> list[Array]:
-        """What the optimizer of the wrapped model remembers, of all ranks; on each rank that is left."""
+        """The optimizer state of the wrapped model, of all ranks; on each survivor."""
         self._optimizer.consolidate_state_dict()
         return self.tensors(self._optimizer.state_dict())
 
     def expected_state(self) -> list[Array]:
-        """What the other remembers."""
+        """The optimizer state of the reference."""
         return self.tensors(self._reference.state_dict())
 
     @abstractmethod
     def tensors(self, state: dict[str, Any]) -> list[Array]:
-        """What is in a state."""
+        """The entries of a state."""
 
 
 def _is_torn(use: Callable[[], object]) -> bool:
@@ -133,7 +133,7 @@ def _same(one: Sequence[Array], other: Sequence[Array]) -> bool:
 
 
 class TorchSteps(Steps):
-    """torch's AdamW, which comes by a point in the middle of its part."""
+    """torch's AdamW, which passes a point in the middle of its shard."""
 
     def make_alone(self, values: Sequence[Array]) -> None:
         import torch
@@ -249,7 +249,7 @@ class PaddleSteps(Steps):
             def forward(self) -> Any:
                 return sum(parameter.sum() for parameter in self.all)
 
-        with utils.unique_name.guard():  # state is known by names
+        with utils.unique_name.guard():  # the state has names as keys
             return Sum()
 
     def give(self, gradients: Sequence[Array]) -> None:
@@ -282,7 +282,7 @@ class PaddleSteps(Steps):
 
 
 class _Surviving(Steps):
-    """Ranks that are left form a group of their own, and train on, with a journal."""
+    """Survivors form a new group, and train on, with a journal."""
 
     keeps_journal = True
 
@@ -356,7 +356,7 @@ def torch_shared(group: Any) -> Step:
 
 
 def torch_own(group: Any) -> Step:
-    """Parameters of which each rank has its own, torch."""
+    """Parameters of which each rank has a copy, torch."""
     return TorchSteps(group, False).step
 
 
@@ -366,7 +366,7 @@ def paddle_shared(group: Any) -> Step:
 
 
 def paddle_own(group: Any) -> Step:
-    """Parameters of which each rank has its own, Paddle."""
+    """Parameters of which each rank has a copy, Paddle."""
     return PaddleSteps(group, False).step
 
 
@@ -381,12 +381,12 @@ def paddle_journaled(group: Any) -> Step:
 
 
 def torch_surviving(group: Any) -> Step:
-    """The same; those that are left train on."""
+    """The same; the survivors train on."""
     return SurvivingTorchSteps(group, True).step
 
 
 def paddle_surviving(group: Any) -> Step:
-    """The same; those that are left train on."""
+    """The same; the survivors train on."""
     return SurvivingPaddleSteps(group, True).step
 
 

@@ -1,4 +1,4 @@
-"""A crash is told to the other ranks at once, and still reaches whoever else wants to see it."""
+"""A crash is reported to the other ranks at once, and still reaches other handlers of the signal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _START = """
 
 
 def run_alone(script):
-    """Exit status and output of a program of one rank."""
+    """The exit status and output of a program of one rank."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_START) + textwrap.dedent(script)],
         stdout=subprocess.PIPE,
@@ -46,7 +46,7 @@ def skip_without_paddle():
 
 
 def die(rank, how):
-    """Rank 1 crashes; the others tell what they learned."""
+    """Rank 1 crashes; the others return their errors."""
     if how == "with Paddle":
         import paddle  # noqa: F401  (it has handlers of its own, which end the process)
     group = paceline.init(rank=rank, world_size=3, job_id=os.environ["PACELINE_JOB_ID"], timeout_s=60)
@@ -61,7 +61,7 @@ def die(rank, how):
     return str(caught.value)
 
 
-# The ranks of the harness have faulthandler, which was there before the group.
+# The ranks of the harness have enabled faulthandler before they join the group.
 @pytest.mark.parametrize(
     ("how", "death"),
     [("abort", signal.SIGABRT), ("null pointer", signal.SIGSEGV), ("with Paddle", signal.SIGSEGV)],
@@ -70,8 +70,8 @@ def test_the_others_know_the_signal_before_the_process_is_gone(how, death):
     if how == "with Paddle":
         skip_without_paddle()
     answers = run_ranks(die, 3, {"how": how}, group=None, dies={1: death})
-    for told in (answers[0], answers[2]):
-        assert f"crashed: {death.name}" in told  # known from the crash itself, not from the kernel
+    for error in (answers[0], answers[2]):
+        assert f"crashed: {death.name}" in error  # known from the crash itself, not from the kernel
 
 
 @pytest.mark.parametrize("when", ["before", "after", "between two groups", "never"])
@@ -106,17 +106,17 @@ def test_faulthandler_can_be_disabled_and_enabled_again():
 
 def test_a_python_handler_of_such_a_signal_is_no_crash():
     status, output = run_alone("""
-        told = []
-        signal.signal(signal.SIGABRT, lambda *_: told.append(1))
+        calls = []
+        signal.signal(signal.SIGABRT, lambda *_: calls.append(1))
         signal.signal(signal.SIGFPE, signal.SIG_IGN)
         group = join()
         for number in (signal.SIGABRT, signal.SIGFPE):
             os.kill(os.getpid(), number)
-        assert told == [1]
+        assert calls == [1]
         group.barrier()
         group.close()
         os.kill(os.getpid(), signal.SIGABRT)
-        assert told == [1, 1]
+        assert calls == [1, 1]
     """)
     assert (status, output) == (0, "")
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 @pytest.mark.parametrize("ending, status", [("destroyed", "0"), ("raised", "3")])
 def test_no_thread_of_gloo_aborts_the_process(ending: str, status: str) -> None:
-    """They may wait for longer here than for the second that users wait: the machine may be busy."""
+    """The ranks may wait here for longer than the second that users wait: the machine may be busy."""
     command = [sys.executable, "-m", "tests.fault.gloo_exits", "--exits", "8", "--wait-s", "120"]
     command += ["--ending", ending]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

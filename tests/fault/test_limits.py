@@ -1,4 +1,4 @@
-"""Limits of one rank, or of the launcher: every rank is told which, whose and the cure; or the job works."""
+"""Limits of one rank or the launcher: all errors name the limit, rank and cure, or the job works."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.errors import PacelineError, RegionError
 from tests.harness import run_ranks, seccomp
 
 needs_seccomp = pytest.mark.skipif(not seccomp.is_supported(), reason="numbers of system calls unknown")
-PATIENT_S = 60  # no rank waits for it where all learn of it at once
+PATIENT_S = 60  # no rank waits for it if all notice at once
 TIMEOUT_S = 8
 
 
 def form(rank, job_id, timeout_s=PATIENT_S):
-    """The error of forming a group of two, as text, or "" if it works; and after how long."""
+    """The error of forming a group of two, as text, or "" if it works; and the time that it took."""
     started = time.monotonic()
     try:
         with paceline.init(rank=rank, world_size=2, job_id=job_id, timeout_s=timeout_s) as group:
@@ -103,7 +103,7 @@ def form_without_threads(rank, who, addresses):
 @pytest.mark.parametrize("addresses", [1 << 46, resource.RLIM_INFINITY])
 @pytest.mark.parametrize("who", [0, 1])
 def test_no_threads_left(who, addresses):
-    """A thread of Python's on rank 0, which hands out the region, and one of the core's on the other."""
+    """No Python thread can start on rank 0, which hands out the region; on rank 1, no thread of the core."""
     facts = {"who": who, "addresses": addresses}
     thread = ("The thread 'paceline-server' could not be started", "The core could not start a thread")[who]
     for text, waited_s in run_ranks(form_without_threads, 2, facts, group=None):
@@ -127,7 +127,7 @@ def take_all_descriptors():
 
 
 def form_with_few_descriptors(group, who):
-    """Forms a group again and again, where `who` has one more descriptor each time; from none."""
+    """Forms a group again and again; rank `who` has one more descriptor each time, from none."""
     job_id = os.environ["PACELINE_JOB_ID"]
     answers = []
     if group.rank == who:
@@ -177,7 +177,7 @@ def wrap_without_memfd(rank):
 
 @needs_seccomp
 def test_a_model_is_wrapped_over_the_group_where_there_is_no_memfd():
-    """As the error says."""
+    """The cure that the error names works."""
     assert run_ranks(wrap_without_memfd, 2, group=None) == [[[0.5, 0.5]]] * 2
 
 
@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
 
 def launch(tmp_path, how, prepare):
-    """Two ranks that print their numbers, from a launcher that `prepare` has limited."""
+    """Run two ranks that print their numbers, from a launcher that `prepare` has limited."""
     script = tmp_path / "script.py"
     if how == "spawn":
         script.write_text(SPAWN)

@@ -20,7 +20,7 @@ from tests.fault.faults import (
     stop,
 )
 
-# Where each program comes by.
+# The points that each program passes.
 _WAYS = {
     programs.small: (*ARRIVAL, *REDUCTION),
     programs.in_region: (*ARRIVAL, *REDUCTION),
@@ -33,19 +33,19 @@ _WAYS = {
     programs.void_backwards: (Point.BEFORE_END, Point.AFTER_END),
 }
 _PROMISED_S = 0.1  # between a death and the survivors' errors
-_BOUND_S = 30.0  # the same on a machine that has other things to do; the deadline is 60
+_BOUND_S = 30.0  # the same on a busy machine; the deadline is 60
 
 
 def check_survivors(case, seen, kind, victims):
-    """Everybody who was not struck raised `kind`, naming exactly the victims, at about the same time."""
+    """Every rank that was not struck raised `kind`, naming exactly the victims, at about the same time."""
     survivors = [rank for rank in range(case.world_size) if rank not in victims]
-    told = f"{case}: {seen}"
+    shown = f"{case}: {seen}"
     for rank in survivors:
-        assert (seen[rank].status, seen[rank].kind) == (0, kind), told
-        assert set(seen[rank].ranks) == set(victims), told
-        assert seen[rank].text.startswith("Rank"), told
+        assert (seen[rank].status, seen[rank].kind) == (0, kind), shown
+        assert set(seen[rank].ranks) == set(victims), shown
+        assert seen[rank].text.startswith("Rank"), shown
     times = [seen[rank].after_s for rank in survivors]
-    assert max(times) - min(times) < _BOUND_S, told
+    assert max(times) - min(times) < _BOUND_S, shown
 
 
 def test_every_point_is_on_the_way_of_some_program():
@@ -152,13 +152,13 @@ def test_several_at_once():
         assert {rank for rank, each in enumerate(seen) if each.status == -signal.SIGKILL} == victims, case
         for rank in set(range(case.world_size)) - victims:
             assert seen[rank].kind == "PeerLostError"
-            # Who dies last may do so after a survivor has raised.
+            # The last victim may die after a survivor has raised.
             assert seen[rank].ranks and set(seen[rank].ranks) <= victims, f"{case}: {seen}"
             assert 0 < seen[rank].after_s < _BOUND_S
 
 
 def test_all_of_them():
-    """Nothing is left behind; the harness looks."""
+    """Nothing is left behind; the harness checks that."""
     cases = [
         stopped_and_killed(program, at, (0, 1, 2), 3)
         for program, at in (
@@ -174,10 +174,10 @@ def test_all_of_them():
 
 
 def test_a_death_is_known_within_milliseconds():
-    """Also where futex_waitv is missing, and when the victim's memory takes long to tear down.
+    """Also if futex_waitv is missing, and if the victim's memory takes long to tear down.
 
-    On an idle machine 0.001 s, and 0.02 without waitv. Time in which a survivor was ready to run and had
-    no core does not count; the median passes over what is left of the noise.
+    On an idle machine 0.001 s, and 0.02 without waitv. Time in which a survivor was ready to run and had no
+    core does not count; the median excludes the remaining noise.
     """
     ways = [(programs.small, False), (programs.small, True), (programs.heavy, False)]
     cases = [

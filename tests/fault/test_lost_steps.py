@@ -1,7 +1,6 @@
-"""A rank is lost at each point of an optimizer's step that the ranks share.
+"""A rank is lost at each point of a sharded optimizer's step.
 
-The others have a whole step, none, or an error wherever they would use half of one. Never half of one that
-nothing says of.
+The others have a whole step, none, or an error on every use of a partial one. A partial step is never silent.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from tests.fault.cases import Case, run_cases
 from tests.fault.faults import Action, Fault, Point, kill, raise_error, stop
 from tests.fault.test_lost_ranks import check_survivors
 
-# Where a step of shared parameters comes by: the point, at which passage, and what is left then.
+# The points that a step of shared parameters passes: the point, its passage, and the remaining step.
 SHARED = [
     (Point.CALL_BEGIN, 1, "none"),  # the barrier before
     (Point.BEFORE_ARRIVE, 1, "none"),
-    (Point.STEP_MET, 1, "none or half"),  # as the others come out of the barrier before they know, or after
+    (Point.STEP_MET, 1, "none or half"),  # the others may leave the barrier before or after they notice
     (Point.STEP_BEGUN, 1, "half"),
-    (Point.BLOCK_WRITTEN, 1, "half"),  # in the middle of its part
-    (Point.STEP_WRITTEN, 1, "half"),  # all is written, and nobody knows
+    (Point.BLOCK_WRITTEN, 1, "half"),  # in the middle of its shard
+    (Point.STEP_WRITTEN, 1, "half"),  # all is written, and no rank knows
     (Point.STEP_DONE, 1, "whole"),
     (Point.CALL_BEGIN, 2, "whole"),  # the barrier after
     (Point.BEFORE_ARRIVE, 2, "whole"),
@@ -32,7 +31,7 @@ OWN = [
     (Point.CALL_BEGIN, 1, "none"),
     (Point.BEFORE_ARRIVE, 1, "none"),
     (Point.BLOCK_WRITTEN, 1, "half"),
-    (Point.BEFORE_ARRIVE, 2, "half"),  # what it has written reaches nobody
+    (Point.BEFORE_ARRIVE, 2, "half"),  # no rank receives its writes
 ]
 PROGRAMS = {
     "torch": ((programs.torch_shared, SHARED), (programs.torch_own, OWN)),
@@ -55,7 +54,7 @@ def found(text: str) -> str:
 
 
 def check_found(case, seen, left_over, expected):
-    """All that are left have found the same, and what was to be."""
+    """All survivors have found the same, and the expected result."""
     (one,) = {found(seen[rank].text) for rank in left_over}
     assert one in expected.split(" or "), f"{case}: {one}, {seen}"
 
@@ -73,7 +72,7 @@ def test_killed(framework, is_shared):
 
 @FRAMEWORKS
 def test_raised(framework):
-    """An exception in the middle: the others need not wait for the deadline to hear of it."""
+    """An exception in the middle: the others raise without waiting for the deadline."""
     program, ways = PROGRAMS[framework][0]
     cases = [Case(program, (raise_error(rank=1, at=at, nth=nth),)) for at, nth, _ in ways[2:7]]
     for (_, _, left), case, seen in zip(ways[2:7], cases, run_cases(cases, framework=framework)):
@@ -111,7 +110,7 @@ def test_two_at_once(framework):
         assert found(seen[1].text) in left, f"{case}: {seen}"
 
 
-# With a journal, whoever is left makes the rest.
+# With a journal, survivors complete the step.
 JOURNALED = [
     (Point.CALL_BEGIN, 1, "none"),
     (Point.BEFORE_ARRIVE, 1, "none"),
@@ -133,15 +132,14 @@ JOURNALED = [
 
 JOURNALED_PROGRAMS = {"torch": programs.torch_journaled, "paddle": programs.paddle_journaled}
 SURVIVING_PROGRAMS = {"torch": programs.torch_surviving, "paddle": programs.paddle_surviving}
-# In the first step the optimizer is tried out on small tensors, and comes by some points.
+# In the first step the optimizer is tried out on small tensors, and passes some points.
 TRIED = {"torch": 24, "paddle": 22}
 
 
 @FRAMEWORKS
 @pytest.mark.parametrize("step", [0, 1], ids=["first", "later"])
 def test_killed_with_a_journal(framework, step):
-    """Parameters and state of those that are left have the bits of an undisturbed run. The first step of all
-    makes the state."""
+    """The survivors' parameters and state have the bits of an undisturbed run."""
     ways = [way for way in JOURNALED if step or way[0] not in (Point.CALL_BEGIN, Point.BEFORE_ARRIVE)]
     tried = {} if step else dict.fromkeys((Point.BLOCK_WRITTEN, Point.BLOCK_CLOSED), TRIED[framework])
     cases = [
@@ -157,7 +155,7 @@ def test_killed_with_a_journal(framework, step):
 
 @FRAMEWORKS
 def test_killed_while_it_makes_the_part_of_another(framework):
-    """The second of two survivors goes on where the first was killed."""
+    """The second of two survivors continues where the first was killed."""
     cases = [
         Case(
             JOURNALED_PROGRAMS[framework], (kill(rank=0, at=Point.BLOCK_OPENED), kill(rank=2, at=at, nth=nth))
@@ -181,7 +179,7 @@ def test_raised_with_a_journal(framework):
 
 
 def test_killed_after_the_model_was_wrapped_anew():
-    """The journal and the notes on the step are where the parameters are now."""
+    """The journal and the notes on the step are in the present memory of the parameters."""
     cases = [
         Case(programs.torch_rewrapped, (kill(rank=rank, at=at, step=2),))
         for rank, at in ((1, Point.STEP_BEGUN), (0, Point.BLOCK_OPENED), (2, Point.STEP_DONE))
@@ -194,7 +192,7 @@ def test_killed_after_the_model_was_wrapped_anew():
 
 @FRAMEWORKS
 def test_those_that_are_left_train_on(framework):
-    """In a group of their own, with the state of the rank that was killed."""
+    """In a new group, with the state of the rank that was killed."""
     cases = [
         Case(SURVIVING_PROGRAMS[framework], (kill(rank=rank, at=at, step=2, nth=2),))
         for rank, at in ((0, Point.BLOCK_OPENED), (2, Point.BLOCK_WRITTEN))

@@ -1,6 +1,6 @@
-"""A fault on one rank, at the moment when another rank is at a point of its own: see `tests/fault/pairs.py`.
+"""A fault on one rank, at the moment when another rank is at a certain point: see `tests/fault/pairs.py`.
 
-Here a part of the pairs runs, the same each time; `make pairs` runs all of them.
+Here a fixed part of the pairs runs; `make pairs` runs all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.fault import pair_programs
 from tests.fault.faults import Action, Point
 from tests.fault.pair_driver import run_cases, run_pairs
 from tests.fault.pair_parts import KINDS, PROGRAMS, Part, all_parts, framework_of
-from tests.fault.pairs import Ended, Pair, Strike, Told, has_struck, judge
+from tests.fault.pairs import CaseReport, Ended, Pair, Strike, has_struck, judge
 
 _BY_NAME = {"argnames": "program", "argvalues": PROGRAMS, "ids": lambda program: program.__name__}
 
@@ -30,11 +30,11 @@ def test_a_step_is_good_for_all_or_for_none(program):
     pairs = sample(program)
     found = run_pairs(pairs, framework_of(program))
     assert not found.wrong, "\n".join([f"{len(found.wrong)} of {len(pairs)}", *found.wrong])
-    # Who claims a chunk is nobody's plan, but somebody does.
+    # Any rank may claim a chunk, so the struck rank may not reach the point; some rank does.
     assert found.unstruck <= len(pairs) // 4
 
 
-# --- what is covered ---
+# --- coverage ---
 
 
 def test_every_labelled_point_is_in_the_pairs():
@@ -42,13 +42,13 @@ def test_every_labelled_point_is_in_the_pairs():
 
 
 def test_every_pair_of_points_is_in_the_pairs_of_one_program():
-    """A step of training comes by all of them: each point of each rank, with each of each other rank."""
+    """A step of training passes all points: each point of each rank, with each of each other rank."""
     for kind in KINDS:
         if kind == "stopped, another killed":
             continue
         strikes = [pair.strikes[0] for pair in Part(pair_programs.Training, kind).pairs()]
-        met = {(strike.rank, strike.at, strike.peer, strike.peer_at) for strike in strikes}
-        assert len(met) == len(strikes) == 3 * 2 * len(Point) ** 2
+        found = {(strike.rank, strike.at, strike.peer, strike.peer_at) for strike in strikes}
+        assert len(found) == len(strikes) == 3 * 2 * len(Point) ** 2
 
 
 @pytest.mark.parametrize(**_BY_NAME)
@@ -65,7 +65,7 @@ def test_the_parts_are_all_programs_with_all_kinds():
     assert [str(part) for part in parts[:2]] == ["Training, killed", "Training, stopped"]
 
 
-# --- what was found ---
+# --- past findings ---
 
 
 def test_a_rank_that_was_stopped_at_the_end_of_a_backward_goes_on():
@@ -103,11 +103,11 @@ def test_a_rank_that_was_stopped_in_a_collective_goes_on():
 _STOPPED = Pair(pair_programs.Backwards, (Strike(Action.STOP, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
 _KILLED = Pair(pair_programs.Backwards, (Strike(Action.KILL, 1, Point.CHUNK_CLAIMED),))
 _HELD = Pair(pair_programs.Backwards, (Strike(Action.HOLD, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
-_LOST = Told(1, "DeadlineError: ...", "a", True)
+_LOST = CaseReport(1, "DeadlineError: ...", "a", True)
 
 
-def _ended(*told: Told) -> list[Ended]:
-    return [Ended(each, each) for each in told]
+def _ended(*reports: CaseReport) -> list[Ended]:
+    return [Ended(each, each) for each in reports]
 
 
 def test_a_strike_says_what_it_is():
@@ -117,27 +117,27 @@ def test_a_strike_says_what_it_is():
 
 def test_survivors_that_disagree_are_found():
     assert judge(_STOPPED, _ended(_LOST, _LOST, _LOST)) == ""
-    assert "good steps by rank" in judge(_STOPPED, _ended(_LOST, _LOST, Told(2, "", "a", True)))
-    # Of calls that are no part of a backward, one rank may have returned and another raised.
+    assert "good steps by rank" in judge(_STOPPED, _ended(_LOST, _LOST, CaseReport(2, "", "a", True)))
+    # In calls outside of a backward, one rank may have returned and another raised.
     calls = Pair(pair_programs.SmallCalls, _STOPPED.strikes)
-    assert judge(calls, _ended(_LOST, _LOST, Told(2, "", "a", True))) == ""
-    assert "good steps by rank" in judge(calls, _ended(_LOST, _LOST, Told(3, "", "a", True)))
+    assert judge(calls, _ended(_LOST, _LOST, CaseReport(2, "", "a", True))) == ""
+    assert "good steps by rank" in judge(calls, _ended(_LOST, _LOST, CaseReport(3, "", "a", True)))
 
 
 def test_memory_that_changes_is_found():
-    changed = Ended(_LOST, Told(1, "DeadlineError: ...", "b", True))
+    changed = Ended(_LOST, CaseReport(1, "DeadlineError: ...", "b", True))
     assert "memory of rank 2 changed" in judge(_STOPPED, [*_ended(_LOST, _LOST), changed])
 
 
 def test_a_wrong_mean_is_found():
-    wrong = Told(1, "AssertionError: ...", "a", False)
+    wrong = CaseReport(1, "AssertionError: ...", "a", False)
     assert "AssertionError" in judge(_STOPPED, _ended(_LOST, wrong, _LOST))
 
 
 def test_a_failure_without_a_fault_is_found():
-    good = Told(_HELD.steps, "", "a", True)
+    good = CaseReport(_HELD.steps, "", "a", True)
     assert judge(_HELD, _ended(good, good, good)) == ""
-    assert "although nobody died" in judge(_HELD, _ended(_LOST, _LOST, _LOST))
+    assert "although no rank died" in judge(_HELD, _ended(_LOST, _LOST, _LOST))
 
 
 def test_a_rank_that_hangs_is_found():
@@ -148,7 +148,7 @@ def test_a_rank_that_hangs_is_found():
 
 
 def test_whether_the_faults_struck():
-    struck = Told(1, "", "a", True, was_struck=True)
+    struck = CaseReport(1, "", "a", True, was_struck=True)
     dead = Ended(None, None, was_killed=True)
     both = (*_STOPPED.strikes, Strike(Action.KILL, 2, Point.BEFORE_END))
     assert not has_struck(_STOPPED.strikes, _ended(_LOST, _LOST, _LOST))

@@ -1,7 +1,7 @@
-"""The core with a C++ runtime of its own (-static-libstdc++), as Conda's and other toolchains link it.
+"""The core with its own C++ runtime (-static-libstdc++), as Conda's and other toolchains link it.
 
-The loader may give such a runtime the locales of another one in the same process, as that of torch; its own
-streams crash then. So the core has none.
+The loader may give such a runtime the locales of another one in the same process, such as torch's; its own
+streams then crash. So the core uses no streams.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_exports_and_holds_no_more_than_the_other_form(built: Path) -> None:
     (core,) = (built / "paceline").glob("_core*.so")
-    assert b"libstdc++.so" not in core.read_bytes()  # it has one of its own
+    assert b"libstdc++.so" not in core.read_bytes()  # it has its own
     done = checked(core)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -37,12 +37,12 @@ LAYOUTS = {
 }
 MEASURED = ("2x1", "3x1", "2x2", "2+1", "2x2 in turn")
 SIZES = ("100000", "4000000", "26214400")
-# There the processor decides about all else.
+# On these links the processor has the largest effect.
 MEASURED_AT = {"10gbit": (("2x1", "2x2"), SIZES[1:])}
 CONGESTION = "cubic"
-"""What Linux has by default, so that a figure does not depend on what this machine has."""
+"""Linux's default, so that a figure does not depend on the setting of this machine."""
 SECONDS_PER_MEASUREMENT = 300
-_CARRIED = 0.6  # of a rate, to be called by its name
+_CARRIED = 0.6  # the fraction of a rate that a link must carry
 
 
 def measure(
@@ -56,15 +56,15 @@ def measure(
     dtype: str = "float32",
     python: str = sys.executable,
 ) -> dict[str, Any]:
-    """What the ranks of one job have found; see `rank` and `paddle_rank`.
+    """The results of one job's ranks; see `rank` and `paddle_rank`.
 
     `python` runs them.
 
     Raises:
-        RuntimeError: A rank failed; with what it wrote.
+        RuntimeError: A rank failed; with its output.
     """
     places = LAYOUTS[layout]
-    # A round of one way takes about a second, and one step at least.
+    # A round of one variant takes about a second, and at least one step.
     seconds = 2 * nbytes * 8 / RATES[rate].bits_per_s + 0.01
     steps = max(1, min(50, int(1 / seconds)))
     with tempfile.TemporaryDirectory() as folder, Hosts(max(places) + 1, rate, congestion) as hosts:
@@ -91,7 +91,7 @@ def measure(
 
 
 def floor_bytes(layout: str, nbytes: int) -> float:
-    """The least that host 0 has to send in one step: what every other host lacks, and no byte twice."""
+    """The fewest bytes that host 0 has to send in one step: all that other hosts lack, and no byte twice."""
     hosts = max(LAYOUTS[layout]) + 1
     return 2 * (hosts - 1) / hosts * nbytes
 
@@ -116,7 +116,7 @@ def row(layout: str, rate: str, found: dict[str, Any]) -> str:
 
 
 def _averaging(ways: Sequence[str]) -> list[str]:
-    """Those whose bytes are told: over the group they are the framework's."""
+    """The variants whose bytes are shown: over the group the framework sends them."""
     return [way for way in ways if way not in ("group", ALONE)]
 
 
@@ -176,7 +176,7 @@ def main() -> int:
 
 
 def carries(rate: str, congestion: str) -> bool:
-    """Whether a link of this rate carries most of it here; tells what it carries."""
+    """Test whether a link of this rate carries most of it here; print the measured rate."""
     with Hosts(2, rate, congestion) as hosts:
         carried = carried_bits_per_s(hosts)
     does = carried >= _CARRIED * RATES[rate].bits_per_s

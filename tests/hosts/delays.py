@@ -26,7 +26,7 @@ def cut(path: str, source: int | None = None) -> float:
     """Seconds from the cut of the link to the error of the last rank.
 
     Args:
-        path: What `reduce_through` takes.
+        path: A value of `reduce_through`.
         source: The host whose packets do not arrive; None: those of both.
     """
     with Hosts(2, "1gbit") as hosts:

@@ -1,9 +1,9 @@
-"""Trains until something goes wrong, and tells when and what: `failing.py FRAMEWORK WHAT PATH`.
+"""Trains until something goes wrong, and reports when and what: `failing.py FRAMEWORK WHAT PATH`.
 
-Rank 3 is killed, or raises, where WHAT says so; else somebody outside does something, or was wrong from the
-start. PATH is what `reduce_through` takes; with "torch", torch's own DDP trains. Each rank prints lines of an
-event and the time, of a clock that all hosts share. Behind "warm" comes its process, and behind "noticed" the
-error.
+Rank 3 is killed, or raises, if WHAT says so; otherwise the test causes the fault from outside, or it was
+there from the start. PATH is a value of `reduce_through`; with "torch", torch's own DDP trains. Each rank
+prints lines of an event and the time, of a clock that all hosts share. After "warm" comes its process id, and
+after "noticed" the error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 GUILTY = 3
 WARM_STEPS = 3
 SLOW_WIDTH = 380
-"""Of a model whose gradients, 0.6 MB, wait in the queue of a link of 1 Mbit/s for 4.6 s."""
+"""The width of a model whose gradients, 0.6 MB, wait in the queue of a link of 1 Mbit/s for 4.6 s."""
 PAUSED_STEPS = 400
 """At least 4 s of steps, in which a rank is paused, or a link is cut for a while."""
 NOTICED = 7
@@ -37,7 +37,7 @@ def main() -> None:
     rank = program.join(what == "the framework forms the group")
     backward = program.backward_of(path, SLOW_WIDTH) if what == "slow" else program.backward_of(path)
     steps = {"pause": PAUSED_STEPS, "slow": WARM_STEPS + 1}.get(what)
-    failure = RuntimeError if path == "torch" else PacelineError  # all that torch raises
+    failure = RuntimeError if path == "torch" else PacelineError  # the only type that torch raises
     step = 0
     try:
         while step != steps:
@@ -56,7 +56,7 @@ def main() -> None:
     except failure as error:
         say("noticed", f"{error}\n")
         shown = "".join(traceback.format_exception(error))
-        assert path == "torch" or '{"kind"' not in shown, shown  # what ranks tell each other, packed
+        assert path == "torch" or '{"kind"' not in shown, shown  # packed messages between ranks
         if path == "torch":
             program.end_at_once(NOTICED)
         sys.exit(NOTICED)

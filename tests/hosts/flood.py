@@ -1,8 +1,8 @@
-"""A bystander that connects to each listening socket of its network namespace: `flood.py UID`.
+"""A foreign process that connects to each listening socket of its network namespace: `flood.py UID`.
 
 For `flooded.py` and its test. It becomes user UID, finds abstract Unix sockets and TCP ports as any user can,
-and connects as often as there is room. Each connection stays and says nothing; those beyond MOST_HELD end
-the oldest ones. It runs until it is killed.
+and connects as often as there is room. Each connection stays and sends nothing; beyond MOST_HELD, the oldest
+ones are closed. It runs until it is killed.
 """
 
 from __future__ import annotations

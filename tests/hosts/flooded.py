@@ -1,6 +1,6 @@
-"""One rank that forms groups of every kind, again and again, and trains: started by `paceline run`.
+"""One rank that repeatedly forms groups of every kind, and trains: started by `paceline run`.
 
-Each rank prints a line of what it found: digests of gradients and sums, and the paths that gradients took.
+Each rank prints a line of its results: digests of gradients and sums, and the paths that gradients took.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `failing` and `launched` do, said in Paddle."""
+"""Paddle's side of `failing` and `launched`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.paddle import DataParallel
 
 
 def join(by_framework: bool) -> int:
-    """Form the group, by Paddle's own call or by Paceline's; the rank of this process."""
+    """Form the group, by Paddle's own call or by Paceline's; return the rank of this process."""
     if not by_framework:
         paceline.paddle.init_parallel_env()
         return dist.get_rank()
@@ -52,7 +52,7 @@ def gradient_of(rank: int) -> tuple[float, str]:
 
 
 def leave() -> None:
-    """Rank 0, which serves Paddle's store, ends last."""
+    """End after the other ranks, on rank 0, which serves Paddle's store."""
     dist.barrier()
 
 
@@ -62,5 +62,5 @@ def world_size() -> int:
 
 
 def end_at_once(status: int) -> None:
-    """Without the framework's own end."""
+    """End without the framework's own shutdown."""
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What `failing` and `launched` do, said in torch."""
+"""torch's side of `failing` and `launched`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.torch import DistributedDataParallel, LocalSGD, init_process_group
 
 
 def join(by_framework: bool) -> int:
-    """Form the group, by torch's own call or by Paceline's; the rank of this process."""
+    """Form the group, by torch's own call or by Paceline's; return the rank of this process."""
     torch.set_num_threads(1)
     form = dist.init_process_group if by_framework else init_process_group
     form("gloo", timeout=timedelta(seconds=90))
@@ -24,7 +24,7 @@ def join(by_framework: bool) -> int:
 def backward_of(path: str, width: int = 64) -> Callable[[], None]:
     """One backward of a model with width * (width + 1) parameters over this path; "torch": of torch's DDP.
 
-    "local_sgd": one step of each host by itself, of which each fourth ends with a sync.
+    "local_sgd": one step of each host by itself; each fourth step ends with a sync.
     """
     model: nn.Module
     if path == "torch":
@@ -55,7 +55,7 @@ def gradient_of(rank: int) -> tuple[float, str]:
 
 
 def leave() -> None:
-    """Rank 0, which serves torch's store, ends last."""
+    """End after the other ranks, on rank 0, which serves torch's store."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -66,5 +66,5 @@ def world_size() -> int:
 
 
 def end_at_once(status: int) -> None:
-    """Gloo's threads would abort the process at its end."""
+    """End without the interpreter's shutdown, in which Gloo's threads would abort the process."""
     os._exit(status)

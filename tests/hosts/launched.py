@@ -1,4 +1,4 @@
-"""The same script for every launcher: one backward pass over all hosts. Each rank prints one line.
+"""The same script for every launcher: one backward over all hosts. Each rank prints one line.
 
 `launched.py [FRAMEWORK]`, torch by default.
 """
@@ -15,7 +15,7 @@ def main() -> None:
     program = importlib.import_module(f"tests.hosts.in_{framework}")
     rank = program.join(False)
     gradient, path = program.gradient_of(rank)
-    # Of torch alone all are set by now; Paddle reads none of these.
+    # Under torch alone all are set by now; Paddle reads none of these.
     place = [os.environ.get(name, "?") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     # One write, so that lines of two ranks do not mix.
     print(

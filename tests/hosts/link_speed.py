@@ -1,4 +1,4 @@
-"""What the link between two hosts carries: a rate that tc accepts may be more than the processor moves.
+"""Measures the link between two hosts: tc may accept a rate that the processor cannot reach.
 
 python -m tests.hosts.link_speed receive, on one host; on the other, then: send ADDRESS
 """
@@ -18,15 +18,15 @@ _PIECE_BYTES = 1 << 18
 
 
 def carried_bits_per_s(hosts: Hosts) -> float:
-    """From host 0 to host 1, over one connection, for a second."""
+    """The rate from host 0 to host 1, over one connection, for a second."""
     command = [sys.executable, "-m", "tests.hosts.link_speed"]
     receiver = hosts.start(1, [*command, "receive"], {}, stdout=subprocess.PIPE, text=True)
     assert receiver.stdout is not None
     receiver.stdout.readline()  # it listens
     sender = hosts.start(0, [*command, "send", hosts.address(1)], {})
-    told, _ = receiver.communicate(timeout=60)
+    output, _ = receiver.communicate(timeout=60)
     sender.wait(60)
-    return float(told)
+    return float(output)
 
 
 def receive() -> None:

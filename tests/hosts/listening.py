@@ -1,9 +1,9 @@
-"""One rank that holds a control channel and does nothing else: `listening.py FOLDER WHAT`.
+"""One rank that only holds a control channel: `listening.py FOLDER WHAT`.
 
-The ranks meet in FOLDER, which all hosts share here. Each prints lines of an event and the time, of a clock
-that all hosts share too, and the error behind the last one. Rank GUILTY does WHAT half a second after all
-have come: kill, raise, leave, or nothing. With "ask", each rank asks what the others do, once there is a
-file of that name in FOLDER, and ends when there is one named "end".
+The ranks connect through FOLDER, which all hosts share here. Each prints lines of an event and the time, of a
+clock that all hosts share too, and the error after the last one. Rank GUILTY does WHAT half a second after
+all have come: kill, raise, leave, or nothing. With "ask", each rank asks for the state of the others, once
+there is a file of that name in FOLDER, and ends when there is one named "end".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def say(event: str, text: str = "") -> None:
 
 
 def facts_of(layout: tuple[int, ...], secret: bytes) -> tuple[list[list[int]], Facts]:
-    """The ranks of each host, and what this rank reports of itself; `layout` is the host of each rank."""
+    """The ranks of each host, and this rank's report of itself; `layout` is the host of each rank."""
     rank = int(os.environ["RANK"])
     hosts = [[r for r, host in enumerate(layout) if host == each] for each in sorted(set(layout))]
     facts = Facts(
@@ -100,7 +100,7 @@ def main() -> None:
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "raise":
-            raise ValueError("the cause")  # which sys.excepthook announces
+            raise ValueError("the cause")  # sys.excepthook reports it
         return
     error = channel.wait(LISTENS_S)
     say("noticed" if error else "nothing", f"{error}\n")

@@ -1,4 +1,4 @@
-"""What one rank of a measurement does with any framework: every way to average in turn, round by round."""
+"""The measurement of one rank, in any framework: every variant of averaging in turn, round by round."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPRESSED = ("bf16", "fp16", "int8", "topk")
-"""As hosts, with compress_between_hosts."""
+"""Like hosts, with compress_between_hosts."""
 ALONE = "alone"
-"""The model without any wrapper: what a step takes where nothing is averaged."""
+"""The model without any wrapper: the time of a step without averaging."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of an element of the parameters, by their dtype."""
+"""Bytes of an element of the parameters, by their dtype."""
 NUM_LAYERS = 4
 
 
@@ -24,10 +24,10 @@ class Arguments:
     """The command line of a rank.
 
     Attributes:
-        nbytes: About as many bytes of parameters has the model.
-        rounds: So many times each way is measured.
-        steps: So many backward passes one measurement takes.
-        ways: How gradients are averaged, by name.
+        nbytes: The approximate bytes of the model's parameters.
+        rounds: How often each variant is measured.
+        steps: The number of backwards of one measurement.
+        ways: The variants of averaging, by name.
         dtype: Of the parameters.
     """
 
@@ -44,7 +44,7 @@ class Arguments:
 
 
 def width_of(nbytes: int, dtype: str = "float32") -> int:
-    """Of each square layer of a model of about so many bytes."""
+    """The width of each square layer of a model of about so many bytes."""
     return max(4, round((nbytes / ITEM_BYTES[dtype] / NUM_LAYERS) ** 0.5))
 
 
@@ -55,13 +55,13 @@ def measure(
     barrier: Callable[[], None],
     slowest: Callable[[float], float],
 ) -> dict[str, Any]:
-    """Of each round: seconds of a backward on the slowest rank, and bytes that this host has sent in it.
+    """For each round: seconds of a backward on the slowest rank, and bytes that this host has sent in it.
 
     Args:
-        models: One for each way.
+        models: One for each variant.
         backward: One backward of a model.
         barrier: Waits for all ranks.
-        slowest: The largest of what all ranks hand it.
+        slowest: The maximum of all ranks' values.
     """
     seconds: dict[str, list[float]] = {way: [] for way in models}
     sent_bytes: dict[str, list[float]] = {way: [] for way in models}
@@ -86,6 +86,6 @@ def sent() -> int:
 
 
 def report(facts: Mapping[str, Any]) -> None:
-    """Leave them for the process that has started the ranks."""
+    """Write the results for the process that has started the ranks."""
     with open(os.environ["RESULT"], "w") as file:
         json.dump(facts, file)

@@ -1,9 +1,9 @@
 """Hosts as network namespaces: each with one link to a bridge, of a limited rate in both directions.
 
-    host 0 --eth0===port0-- bridge --port1===eth0-- host 1
+host 0 --eth0===port0-- bridge --port1===eth0-- host 1
 
-The bridge has a namespace of its own, and there is no route out of any: no packet leaves them, and nothing of
-the machine's own network is touched. A host has a name of its own, and knows those of the others.
+The bridge has its own namespace, and there is no route out of any: no packet leaves them, and the machine's
+own network is not touched. A host has its own name, and knows those of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUBNET = "10.77.0."
 
 @dataclass(frozen=True)
 class Rate:
-    """What a link carries in each direction.
+    """The rate of a link in each direction.
 
     Attributes:
         tbf: As tc spells it.
@@ -40,7 +40,7 @@ class Rate:
 
 
 RATES = {
-    # As a link between two buildings: what waits in its queue takes 16 s to leave it.
+    # Like a link between two buildings: a full queue takes 16 s to drain.
     "1mbit": Rate("1mbit", 1e6, ("16kb", "16kb"), ("2mb", "2mb")),
     "100mbit": Rate("100mbit", 1e8, ("16kb", "64kb"), ("2mb", "8mb")),
     # Smaller bursts cut the large packets of segmentation offload, and lose them.
@@ -50,7 +50,7 @@ RATES = {
 
 
 def why_not() -> str:
-    """Why this machine may not make hosts; empty: it may."""
+    """The reason why this machine may not make hosts; empty: it may."""
     if os.geteuid() != 0:
         return "namespaces need root"
     if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
@@ -74,7 +74,7 @@ class Hosts:
     Args:
         count: How many.
         rate: Of each link, a key of RATES.
-        congestion: The congestion control of TCP between them; "": what this machine has by default.
+        congestion: The congestion control of TCP between them; "": the default of this machine.
     """
 
     def __init__(self, count: int, rate: str, congestion: str = "") -> None:
@@ -99,7 +99,7 @@ class Hosts:
 
     def _terminate(self, *_: object) -> None:
         self._is_terminated = True
-        if not self._is_leaving:  # which nothing may interrupt
+        if not self._is_leaving:  # no signal may interrupt this
             raise SystemExit("SIGTERM")
 
     def __exit__(self, *_: object) -> None:
@@ -117,23 +117,23 @@ class Hosts:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def address(self, host: int) -> str:
-        """Of a host's link."""
+        """The address of a host's link."""
         return f"{SUBNET}{host + 1}"
 
     def rename(self, host: int, title: str, stands_for: str = "") -> None:
-        """Give a host another name from now on, which stands for an address there, or for nothing."""
+        """Rename a host from now on; another host may resolve the new name, or none."""
         self._titles[host] = title
         if stands_for:
             with open(f"/etc/netns/{self._names[host]}/hosts", "a") as file:
                 file.write(f"{stands_for} {title}\n")
 
     def sent_bytes(self, host: int) -> int:
-        """What a host has put on its link so far, headers included."""
+        """Bytes that a host has put on its link so far, headers included."""
         counter = "/sys/class/net/eth0/statistics/tx_bytes"
         return int(_run("ip", "netns", "exec", self._names[host], "cat", counter))
 
     def cut(self, host: int) -> None:
-        """From now on packets from and to a host vanish; no end is told."""
+        """Drop all packets from and to a host from now on, silently."""
         _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:
@@ -141,19 +141,19 @@ class Hosts:
         _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0")
 
     def switch_off(self, host: int) -> None:
-        """Switch a host's interface off: it has no way to the others any more, and its own kernel says so."""
+        """Switch a host's interface off: it has no route to the others any more, as its kernel reports."""
         _run("ip", "-n", self._names[host], "link", "set", "eth0", "down")
 
     def remove_address(self, host: int) -> None:
-        """Take the address from a host's interface, as a lease that ends does; the interface stays up."""
+        """Remove the address from a host's interface, as when a lease ends; the interface stays up."""
         _run("ip", "-n", self._names[host], "addr", "del", f"{self.address(host)}/24", "dev", "eth0")
 
     def cut_one_way(self, source: int, destination: int) -> None:
-        """From now on packets of one host to another vanish, and those in the other direction arrive."""
+        """Drop packets from one host to another from now on; those in the other direction arrive."""
         _run("ip", "-n", self._names[source], "route", "add", "blackhole", f"{self.address(destination)}/32")
 
     def add_dead_end(self, host: int, interface: str) -> str:
-        """Give a host an interface that is up and leads to no other host; its address."""
+        """Give a host an interface that is up and leads to no other host; return its address."""
         address = f"10.88.{host}.1"
         name = self._names[host]
         _run("ip", "-n", name, "link", "add", interface, "type", "veth", "peer", "name", f"{interface}end")
@@ -195,8 +195,8 @@ class Hosts:
 
         Args:
             host: Its number.
-            command: All that leads to it is exec: the process is the command.
-            environment: Variables beside those of this process.
+            command: All wrappers before it use exec: the process is the command.
+            environment: Variables in addition to those of this process.
             options: Of Popen.
         """
         enter = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
@@ -210,9 +210,9 @@ class Hosts:
         return process
 
     def write_remote_shell(self, path: Path) -> Path:
-        """Write what stands for ssh between these hosts: `path [options] node1 command ...`.
+        """Write a replacement for ssh between these hosts: `path [options] node1 command ...`.
 
-        As with ssh, the command finds none of the caller's variables.
+        As with ssh, the command gets none of the caller's variables.
         """
         prefix = self._names[0].removesuffix("0")
         path.write_text(
@@ -240,7 +240,7 @@ class Hosts:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             if self._congestion:
-                # Of the route: a namespace may not choose for itself what the machine does not allow to all.
+                # Set for the route: a namespace may only choose a default that the machine allows to all.
                 route = [f"{SUBNET}0/24", "dev", "eth0", "congctl", self._congestion]
                 _run("ip", "-n", name, "route", "change", *route)
             # `ip netns exec` mounts it over /etc/hosts.

@@ -24,7 +24,7 @@ def model_of(nbytes: int) -> nn.Layer:
 
 
 def wrapped(way: str, nbytes: int) -> nn.Layer:
-    """The model as this way wraps it."""
+    """The model as this variant wraps it."""
     if way == "paddle":
         return paddle.DataParallel(model_of(nbytes))
     model = paceline.paddle.DataParallel(
@@ -37,13 +37,13 @@ def wrapped(way: str, nbytes: int) -> nn.Layer:
 
 
 def batch(rank: int, model: nn.Layer) -> np.ndarray:
-    """Of a rank, the same wherever it is made."""
+    """The batch of a rank, the same wherever it is made."""
     width = model.parameters()[0].shape[0]
     return np.random.default_rng(1 + rank).standard_normal((4, width)).astype(np.float32)
 
 
 def backward(model: nn.Layer, x: paddle.Tensor) -> None:
-    """One step's gradients."""
+    """Make one step's gradients."""
     model.clear_gradients()
     (model(x) ** 2).mean().backward()
 
@@ -64,7 +64,7 @@ def in_one_process(nbytes: int, world_size: int) -> list[np.ndarray]:
 
 
 def check(way: str, model: nn.Layer, rank: int, world_size: int, nbytes: int) -> str:
-    """Compare gradients with those of one process; their digest."""
+    """Compare gradients with those of one process; return their digest."""
     x = paddle.to_tensor(batch(rank, model))
     num_steps = {"topk": 64}.get(way, 3)  # the plan is made anew after the first; codes are right on average
     means = [np.zeros(p.shape) for p in model.parameters()]

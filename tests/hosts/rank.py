@@ -1,8 +1,8 @@
-"""One rank of a measurement: every way to average in turn, round by round, in the same processes.
+"""One rank of a measurement: every variant of averaging in turn, round by round, in the same processes.
 
-Checks that all ways give the right gradients, the same bits on all ranks, before it times any. Rank 0 prints
-one line of JSON. The model is on the CPU, or, where PACELINE_TEST_DEVICE is set, on the stand-in for a
-GPU of `tests/device`; process groups are then of its kind.
+Checks that all variants give the right gradients, the same bits on all ranks, before it times any. Rank 0
+prints one line of JSON. The model is on the CPU, or, if PACELINE_TEST_DEVICE is set, on the stand-in for a
+GPU of `tests/device`; the process groups then match it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACE = torch.device(accelerator.KIND, 0) if accelerator.IS_THERE else torch.dev
 WAYS = ("torch", "group", "hosts")
 """torch's DDP over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
 EXACT = "exact"
-"""As hosts, with deterministic="world"."""
+"""Like hosts, with deterministic="world"."""
 
 
 def model_of(nbytes: int, dtype: str = "float32") -> nn.Module:
@@ -44,7 +44,7 @@ def model_of(nbytes: int, dtype: str = "float32") -> nn.Module:
 
 
 def wrapped(way: str, nbytes: int, dtype: str = "float32") -> nn.Module:
-    """The model as this way wraps it."""
+    """The model as this variant wraps it."""
     if way == ALONE:
         return model_of(nbytes, dtype)
     if way == "torch":
@@ -61,14 +61,14 @@ def wrapped(way: str, nbytes: int, dtype: str = "float32") -> nn.Module:
 
 
 def batch(rank: int, model: nn.Module) -> torch.Tensor:
-    """Of a rank, the same wherever it is made."""
+    """The batch of a rank, the same wherever it is made."""
     weight = next(model.parameters())
     found = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1 + rank))
     return found.to(weight)
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:
-    """One step's gradients."""
+    """Make one step's gradients."""
     model.zero_grad()
     model(x).square().mean().backward()
     if x.device.type != "cpu":
@@ -76,14 +76,14 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int, dtype: str) -> str:
-    """Compare gradients with those of one process in float64; their digest."""
+    """Compare gradients with those of one process in float64; return their digest."""
     if way == ALONE:
         return ""
     plain = model_of(nbytes, dtype).cpu().double()
     is_rough = way in COMPRESSED or dtype != "float32"
     losses = [plain(batch(each, plain)).square().mean() for each in range(world_size)]
     torch.stack(losses).mean().backward()
-    # The plan is made anew after the first. Codes are right on average, of topk after many.
+    # The plan is made anew after the first. Codes are right on average, those of topk after many steps.
     num_steps = {"topk": 64}.get(way, 3)
     sums = [torch.zeros_like(p) for p in plain.parameters()]
     for _ in range(num_steps):

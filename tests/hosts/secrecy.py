@@ -1,11 +1,11 @@
-"""What a job's secret and TLS take: at the start of a job, and each second on the control channel.
+"""Measures the cost of a job's secret and TLS: at the start of a job, and each second on the control channel.
 
-    python -m tests.hosts.secrecy [--rounds 11] [--hold-s 2]    as root: hosts are network namespaces
+python -m tests.hosts.secrecy [--rounds 11] [--hold-s 2]    as root: hosts are network namespaces
 
 Ranks that import no framework hold a channel alone, 4 and 32 of them; then 4 make one backward with torch.
-All ranks stay for all rounds, and in each round each way has its turn: no secret, a secret without TLS (as
-where openssl is missing), and both. Where a way makes a certificate, it is made anew, as in each new job. A
-gradient is checked in every turn, and that the channel is encrypted where it should be.
+All ranks stay for all rounds, and in each round each variant has its turn: no secret, a secret without TLS
+(as without openssl), and both. If a variant needs a certificate, a new one is made, as in each new job. Every
+turn checks a gradient, and that the channel is encrypted if it should be.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SECRET = "0123456789abcdef" * 4
 PORT = 29600
 WITHIN_S = 60.0
 LAYOUTS = {"channel-4": (0, 0, 1, 1), "channel-32": (0,) * 16 + (1,) * 16, "torch": (0, 0, 1, 1)}
-"""The host of each rank, by what they do."""
+"""The host of each rank, by kind of job."""
 
 
 @contextlib.contextmanager
 def way(name: str) -> Iterator[None]:
-    """Within it, this process's next channel is made in this way."""
+    """A context in which this process's next channel uses this variant."""
     tls.own_certificate.cache_clear()
     if name != WAYS[0]:
         os.environ["PACELINE_SECRET"] = SECRET
@@ -54,13 +54,13 @@ def way(name: str) -> Iterator[None]:
 
 
 def processor_s() -> float:
-    """Of this process and of the programs that it has started and waited for, as openssl."""
+    """Processor seconds of this process and of programs that it has waited for, such as openssl."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def held(channel: control_channel.ControlChannel, name: str, hold_s: float) -> float:
-    """Processor seconds that the channel's thread takes in a second of a job that does nothing else."""
+    """Processor seconds that the channel's thread takes in a second of an idle job."""
     encrypted = {each.is_encrypted for each in channel._connections.values()}
     assert encrypted == {name == WAYS[2]}, (name, encrypted)
     clock = time.pthread_getcpuclockid(channel._thread.ident or 0)
@@ -72,7 +72,7 @@ def held(channel: control_channel.ControlChannel, name: str, hold_s: float) -> f
 
 
 def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]:
-    """A job from its first call to a backward: what each part takes on this rank."""
+    """A job from its first call to a backward: the time of each phase on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def alone(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]
 
 
 def run_rank(folder: Path, part: str, rounds: int, hold_s: float) -> None:
-    """All turns of one rank: prints one line of JSON for each."""
+    """Run all turns of one rank: prints one line of JSON for each."""
     logging.disable(logging.WARNING)  # a warning without a secret, and one without TLS
     sample = in_torch if part == "torch" else alone
     for turn in range(rounds * len(WAYS)):
@@ -125,7 +125,7 @@ def run_rank(folder: Path, part: str, rounds: int, hold_s: float) -> None:
 
 
 def measure(part: str, rounds: int, hold_s: float) -> list[list[dict[str, Any]]]:
-    """What each rank has printed, turn by turn."""
+    """The output of each rank, turn by turn."""
     layout = LAYOUTS[part]
     with tempfile.TemporaryDirectory() as name, Hosts(2, "1gbit") as hosts:
         for turn in range(rounds * len(WAYS)):
@@ -152,11 +152,11 @@ PICK: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "hub": ("second", lambda each: each[0]),
     "rank": ("second", lambda each: statistics.median(each[1:])),
 }
-"""What the ranks have measured, and what becomes of it; of other parts, what the slowest rank took."""
+"""How these are taken from the ranks' measurements; for other phases, the time of the slowest rank."""
 
 
 def table(samples: list[list[dict[str, Any]]], rounds: int) -> list[str]:
-    """One row for each way: medians over rounds, and of the differences from the first way in each round."""
+    """One row for each variant: medians over rounds, and of the differences from the first in each round."""
     parts = [part for part in HEADS if part in samples[0][0] or part in PICK]
     lines = [f"| way | {' | '.join(HEADS[part] for part in parts)} |", f"|---|{'--:|' * len(parts)}"]
     for name in WAYS:
@@ -173,7 +173,7 @@ def table(samples: list[list[dict[str, Any]]], rounds: int) -> list[str]:
 
 
 def values(samples: list[list[dict[str, Any]]], part: str, name: str, rounds: int) -> list[float]:
-    """Milliseconds of a part in each round but the first, which imports and warms up."""
+    """Milliseconds of a phase in each round but the first, which imports and warms up."""
     measured, pick = PICK.get(part, (part, max))
     turns = [turn for turn, row in enumerate(samples[0][: rounds * len(WAYS)]) if row["way"] == name]
     return [1e3 * pick([rank[turn][measured] for rank in samples]) for turn in turns[1:]]

@@ -1,9 +1,9 @@
 """A real Slurm on hosts of `namespaces`: slurmctld on host 0, and a slurmd on each.
 
-Debian has it in slurmctld, slurmd and slurm-client. Nobody is authenticated (auth/none), and nothing is
-accounted: it starts tasks, which is all that is asked of it here.
+Debian has it in slurmctld, slurmd and slurm-client. There is no authentication (auth/none) and no accounting:
+it only has to start tasks here.
 
-    python -m tests.hosts.slurm -N2 -n4 python train.py    as srun would, on two hosts
+python -m tests.hosts.slurm -N2 -n4 python train.py    as srun would, on two hosts
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PartitionName=all Nodes=node[0-{last}] Default=YES State=UP OverSubscribe=FORCE
 
 
 def why_no_slurm() -> str:
-    """Why this machine has no Slurm to try; empty: it has."""
+    """The reason why this machine has no Slurm to try; empty: it has."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         return f"{', '.join(missing)} not installed (Debian: slurmctld, slurmd, slurm-client)"
     return ""
@@ -97,7 +97,7 @@ class Slurm:
             daemon.terminate()
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(10)  # else the hosts kill it
+                daemon.wait(10)  # otherwise the hosts kill it
 
     def srun(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start srun on host 0. Ranks on a host of few real cores may share them."""

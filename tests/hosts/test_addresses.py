@@ -1,8 +1,8 @@
-"""Two hosts that were told different things: every rank is refused at once, with names of ranks and hosts.
+"""Two hosts with contradicting settings: every rank is refused at once, with names of ranks and hosts.
 
-Before a framework forms its group both front ends do the same, through a membership store of each framework's
-own. So each sees what is told through it, and what it calls the address of rank 0; further cases of the same
-kind are torch's alone.
+Before a framework forms its group both front ends do the same, through each framework's own membership store.
+So each test runs with both stores, and with each framework's variable for the address of rank 0; further
+cases of the same kind run with torch only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 ADDRESS = {"torch": "MASTER_ADDR", "paddle": "PADDLE_MASTER"}
 """The variable that has the address of rank 0, as the framework knows it."""
-WITHIN_S = 150  # the ranks would say at their deadline, after 90 s, that they gave up
+WITHIN_S = 150  # after 90 s the ranks would report that they gave up
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def start(
 def outputs_of(
     hosts: Hosts, *variables: dict[str, str], framework: str = "torch", python: str | None = None
 ) -> list[str]:
-    """What ranks said that were started so, none of them well."""
+    """The outputs of ranks that were started like this; all of them must fail."""
     ranks = start(hosts, *variables, framework=framework, python=python)
     deadline = time.monotonic() + WITHIN_S
     outputs = [rank.communicate(timeout=max(1, deadline - time.monotonic()))[0] for rank in ranks]
@@ -146,7 +146,7 @@ def test_other_versions(hosts: Hosts, tmp_path: Path, framework: str) -> None:
 
 @FRAMEWORKS
 def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
-    """Both sides say so, long before their deadline."""
+    """Both sides raise, long before their deadline."""
     hosts.cut(1)
     ranks = start(hosts, {}, {}, framework=framework)
     said = [said_by(rank, word) for rank, word in zip(ranks, ("has waited", "waits for"), strict=True)]
@@ -158,7 +158,7 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
 
 
 def said_by(rank: subprocess.Popen[str], word: str) -> str:
-    """What a rank has said, to the line with this word."""
+    """The output of a rank, to the line with this word."""
     said = ""
     while word not in said:
         line = rank.stdout.readline()

@@ -1,4 +1,4 @@
-"""The control channel over real links: what happens to one rank is known to all others, and how soon.
+"""The control channel over real links: a failure of one rank is known to all others, and how soon.
 
 The ranks import no framework; with one, the same is in `tests/multiprocess/test_hosts.py`, without a link.
 """
@@ -43,7 +43,7 @@ def start(
     has_secret: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """Ranks that have come, all of them. With a secret, what they say is encrypted."""
+    """Start ranks, and wait until all have come. With a secret, their messages are encrypted."""
     command = [sys.executable, "-m", "tests.hosts.listening", str(folder), what]
     variables = {"LAYOUT": ",".join(map(str, LAYOUT)), **(environment or {})}
     if has_secret:
@@ -61,7 +61,7 @@ def start(
 
 
 def noticed(rank: subprocess.Popen[str]) -> tuple[float, str]:
-    """When a rank knew of a failure, and the error."""
+    """The time at which a rank knew of a failure, and the error."""
     output, _ = rank.communicate(timeout=WITHIN_S)
     assert rank.returncode == 0 and output.startswith("noticed "), output
     at, _, error = output.removeprefix("noticed ").partition("\n")
@@ -79,10 +79,10 @@ def kill(rank: subprocess.Popen[str]) -> None:
 
 
 def is_of_a_death(error: str) -> bool:
-    """Whether it names a rank of the second host, all of which have ended.
+    """True if it names a rank of the second host, all of whose ranks have ended.
 
-    A process that had not read all that came resets its connection at its end. Where no rank of its host is
-    left, that may have been the network as well, and the error says so.
+    A process that had unread data resets its connection at its end. If no rank of its host is left, the
+    network may have done that as well, and the error says so.
     """
     died, reset = "Rank [23] of 4 on host node1 died", "ranks? [23](-3)? of 4 on host node1 was reset"
     return re.search(f"{died}|{reset}", error) is not None
@@ -111,7 +111,7 @@ def test_the_end_of_a_program_is_no_failure(hosts: Hosts, tmp_path: Path) -> Non
     ranks = start(hosts, tmp_path, "leave")
     guilty_at(ranks[GUILTY])
     assert ranks[GUILTY].returncode == 0
-    kill(ranks[2])  # which is one
+    kill(ranks[2])  # a real failure
     for rank in ranks[:2]:
         assert is_of_a_death(noticed(rank)[1])
 
@@ -141,7 +141,7 @@ def test_a_cut_link(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["the hub is stopped", "cut from 0", "cut from 1", "cut"])
 def test_a_question_that_does_not_arrive_blames_no_process(hosts: Hosts, tmp_path: Path, fault: str) -> None:
-    """Asked before the silence that is allowed has passed: nobody knows yet whether the host is lost."""
+    """Asked before the allowed silence has passed: no rank knows yet whether the host is lost."""
     ranks = start(hosts, tmp_path, "ask", environment={SILENCE_VARIABLE: "600"})
     if fault == "cut":
         hosts.cut(1)
@@ -151,38 +151,38 @@ def test_a_question_that_does_not_arrive_blames_no_process(hosts: Hosts, tmp_pat
         source = int(fault[-1])
         hosts.cut_one_way(source, 1 - source)
     (tmp_path / "ask").touch()
-    told = []
+    answers = []
     for rank in ranks[fault == "the hub is stopped" :]:
         line = rank.stdout.readline()
         assert line.startswith("asked "), line + rank.stdout.read()
-        told.append(rank.stdout.readline())
+        answers.append(rank.stdout.readline())
     ranks[0].send_signal(signal.SIGCONT)
     (tmp_path / "end").touch()
     for rank in ranks:
         output, _ = rank.communicate(timeout=WITHIN_S)
         assert rank.returncode == 0, output
     if fault == "the hub is stopped":
-        assert all("rank 0 on host node0" in each and "is stopped" in each for each in told), told
-        assert not any("was cut" in each for each in told), told
+        assert all("rank 0 on host node0" in each and "is stopped" in each for each in answers), answers
+        assert not any("was cut" in each for each in answers), answers
         return
-    for each, host in zip(told, LAYOUT, strict=True):
+    for each, host in zip(answers, LAYOUT, strict=True):
         others = [rank for rank in range(4) if LAYOUT[rank] != host]
         if f"ranks=({LAYOUT.index(host)},)" in each and "asked for" in each:
             continue  # on a busy machine the rank that answers for its host may itself take too long
-        assert f"ranks=({', '.join(map(str, others))})" in each or (host and "ranks=(0,)" in each), told
+        assert f"ranks=({', '.join(map(str, others))})" in each or (host and "ranks=(0,)" in each), answers
         assert "its host acknowledges nothing" in each and f"the network to node{1 - host} was cut" in each
-        assert "SIGSTOP" not in each and "kill -CONT" not in each, told
+        assert "SIGSTOP" not in each and "kill -CONT" not in each, answers
 
 
 def test_a_pause_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
-    """Of the hub and of another rank, for longer than a link may be silent: their kernels answer."""
+    """A pause of the hub and of another rank, for longer than a link may be silent: their kernels answer."""
     ranks = start(hosts, tmp_path)
     for rank in (ranks[0], ranks[3]):
         rank.send_signal(signal.SIGSTOP)
     time.sleep(5.0)
     for rank in (ranks[0], ranks[3]):
         rank.send_signal(signal.SIGCONT)
-    time.sleep(1.0)  # for what was told meanwhile
+    time.sleep(1.0)  # for messages that were sent meanwhile
     assert [rank.poll() for rank in ranks] == [None] * 4
     kill(ranks[3])
     for rank in ranks[:3]:
@@ -192,7 +192,7 @@ def test_a_pause_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others", ["another", "none"])
 def test_a_wrong_secret(hosts: Hosts, tmp_path: Path, others: str) -> None:
-    """Refused at once on both hosts, with words."""
+    """Refused at once on both hosts, with a reason."""
     ranks = []
     for rank in (0, 1):
         secret = tmp_path / f"secret{rank}"
@@ -210,4 +210,4 @@ def test_a_wrong_secret(hosts: Hosts, tmp_path: Path, others: str) -> None:
         assert "The ranks of this job do not fit together." in output
         assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
         assert ("have secrets that differ" if others == "another" else "has none") in output
-    assert time.monotonic() - started < 40.0  # whoever waits for the other does so for a minute
+    assert time.monotonic() - started < 40.0  # a rank that waits for the other does so for a minute

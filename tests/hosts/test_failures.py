@@ -1,13 +1,13 @@
-"""Two hosts, and something happens to a rank: all others know soon, with rank, host and reason.
+"""Two hosts, and a fault of one rank: all others know soon, with rank, host and reason.
 
-torch and Paddle share all that notices and tells; each has connections of its own, which have to be ended, or
-to survive a pause. So Paddle meets each fault once on the path through the memory of each host, where its
-connections are Paceline's. Over its process group alone all ranks raise as well, but a process in which a
-call of Paddle's is still open may abort at its very end (docs/design/hosts.md, what is not there yet). That a
-rank without a share is heard too, does not depend on the framework.
+torch and Paddle share all code that notices and reports a fault. Each has its own connections, which have to
+be ended, or to survive a pause. So Paddle runs each fault once on the path through the memory of each host,
+where its connections are Paceline's. Over its process group alone all ranks raise as well, but a process in
+which a call of Paddle's is still open may abort at its very end (docs/design/hosts.md, what is not there
+yet). Reports from a rank without a shard do not depend on the framework.
 
 The ranks of most tests are forks of a process that has imported the framework, which skip the very end of a
-process. Where a whole host is killed they are not: those who are left end as a user's would.
+process. Tests that kill a whole host use real processes: the survivors end as a user's would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 TWO_AND_TWO = (0, 0, 1, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
-"""The host of each rank. In the second the guilty one has no share: only the channel leads to other hosts."""
+"""The host of each rank. In the second the guilty rank has no shard, and only the channel as a link."""
 Layout = tuple[int, ...]
 WITHIN_S = 120
 PATHS = pytest.mark.parametrize(
@@ -50,7 +50,7 @@ EACH = (
 LAYOUTS = pytest.mark.parametrize("framework, path, layout", EACH)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 AT_ONCE_S = 30.0
-"""The deadline is 60 s. How soon it really is, `delays` measures on a machine that does nothing else."""
+"""The deadline is 60 s. `delays` measures the real time, on an idle machine."""
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def hosts() -> Iterator[Hosts]:
 
 @dataclass(frozen=True)
 class Rank:
-    """One that trains by now.
+    """A rank that is training.
 
     Attributes:
-        process: Which ends as the rank does.
-        pid: Of the rank, which may be a fork that `process` stands for.
+        process: A process that ends as the rank does.
+        pid: The process id of the rank, which may be a fork behind `process`.
     """
 
     process: subprocess.Popen[str]
@@ -75,7 +75,7 @@ class Rank:
         os.kill(self.pid, number)
 
     def output(self) -> str:
-        """All that it said, once it has ended."""
+        """Its whole output, once it has ended."""
         return self.process.communicate(timeout=WITHIN_S)[0]
 
 
@@ -88,7 +88,7 @@ def start(
     python: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Rank]:
-    """Ranks that train by now. `python` runs them; None: one that has imported the framework."""
+    """Start ranks and wait until they train. `python` runs them; None: one with the framework imported."""
     program = [python or warm_python(framework), "-m", "tests.hosts.failing", framework, what, path]
     ranks = []
     for process in hosts.start_ranks(program, layout, environment or {}, **OPTIONS):
@@ -102,7 +102,7 @@ def start(
 
 
 def noticed(rank: Rank) -> tuple[float, str]:
-    """When a rank raised because of another, and its error."""
+    """The time at which a rank raised because of another, and its error."""
     output = rank.output()
     assert rank.process.returncode == NOTICED, output
     before, _, after = output.partition("noticed ")
@@ -116,11 +116,11 @@ def guilty_at(rank: Rank) -> float:
 
 
 def assert_of_the_link(error: str, host: int) -> None:
-    """It names a host and the link to it, and blames no process there.
+    """The error names a host and the link to it, and blames no process there.
 
-    A rank may see for itself that nothing comes, or that its connection is reset by the other end, which has
-    seen the same. Where another rank of its own host was quicker to give up and closes its connections, it
-    asks who answers, and learns that its questions do not arrive. Each of these is true.
+    A rank may see for itself that no packet comes, or that its connection is reset by the other end, which
+    has seen the same. If another rank of its own host was quicker to give up and closes its connections, it
+    asks which ranks answer, and gets no reply. Each of these reports is true.
     """
     words = (
         f"on host node{host} cannot be reached any more",
@@ -139,7 +139,7 @@ def test_a_killed_rank(hosts: Hosts, framework: str, path: str, layout: Layout) 
         when, error = noticed(rank)
         assert when - at < AT_ONCE_S, error
         assert f"Rank {GUILTY} of 4" in error and "died" in error, error
-        # In its own host the host's memory tells it, and nobody else has seen it.
+        # Ranks of its own host see its death in the host's memory; other hosts receive a report.
         assert f"pid {ranks[GUILTY].pid}" in error and "on host node1" in error, error
 
 
@@ -182,7 +182,7 @@ def test_a_cut_link(hosts: Hosts, framework: str, path: str) -> None:
 
 @pytest.mark.parametrize("host, path", [(0, "auto"), (1, "auto"), (1, "group")])
 def test_an_interface_that_is_switched_off(hosts: Hosts, host: int, path: str) -> None:
-    """Its own host knows no way to the other any more, which is no sign of life of that one."""
+    """Its own host has no route to the other any more, which does not show that the other is alive."""
     ranks = start(hosts, "cut", path)
     at = time.monotonic()
     hosts.switch_off(host)
@@ -201,7 +201,7 @@ def test_an_interface_that_loses_its_address(hosts: Hosts, host: int, path: str)
     for rank, its_host in zip(ranks, TWO_AND_TWO):
         when, error = noticed(rank)
         assert when - at < AT_ONCE_S, error
-        # The ranks of rank 0's host use that address, too. Whichever silence is noticed first is told.
+        # The ranks of rank 0's host use that address, too. The first silence that is noticed is reported.
         is_within = "on host node0 cannot reach each other over the network any more" in error
         if not (is_within and its_host == 0 == host):
             assert_of_the_link(error, 1 - its_host)
@@ -214,7 +214,7 @@ ONE_WAY = pytest.mark.parametrize("source", [0, 1])
 @pytest.mark.parametrize("path", ["auto", "group", "local_sgd"])
 @pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
 def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: str, layout: Layout) -> None:
-    """The end that hears nothing gives up, and the other end learns it as soon."""
+    """The end that receives nothing gives up, and the other end notices as soon."""
     ranks = start(hosts, "cut", path, layout)
     at = time.monotonic()
     hosts.cut_one_way(source, 1 - source)
@@ -226,7 +226,7 @@ def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: st
 
 @pytest.mark.parametrize("path", ["auto", "group"])
 def test_a_short_cut_is_survived(hosts: Hosts, path: str) -> None:
-    """Of 7 s where 12 are allowed: TCP by itself sends again after 6.2 s and after 12.6 s."""
+    """A cut of 7 s, of which 12 are allowed: TCP by itself sends again after 6.2 s and after 12.6 s."""
     ranks = start(hosts, "pause", path, environment={SILENCE_VARIABLE: "12"})
     hosts.cut(1)
     time.sleep(7.0)
@@ -238,7 +238,7 @@ def test_a_short_cut_is_survived(hosts: Hosts, path: str) -> None:
 
 @pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
 def test_a_slow_link_with_a_deep_queue_is_no_lost_host(layout: Layout) -> None:
-    """The channel's messages wait for seconds behind the gradients, over which the host is known to live."""
+    """The channel's messages wait for seconds behind the gradients, which show that the host is alive."""
     with Hosts(2, "1mbit") as hosts:
         for rank in start(hosts, "slow", "auto", layout):
             output = rank.output()
@@ -247,7 +247,7 @@ def test_a_slow_link_with_a_deep_queue_is_no_lost_host(layout: Layout) -> None:
 
 @LAYOUTS
 def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: Layout) -> None:
-    """Of 4 s: longer than a link may be silent, because the kernel of a stopped process answers."""
+    """A pause of 4 s: longer than a link may be silent, because the kernel of a stopped process answers."""
     ranks = start(hosts, "pause", path, layout, framework)
     for paused in (ranks[0], ranks[3]):
         paused.send_signal(signal.SIGSTOP)
@@ -260,7 +260,7 @@ def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: La
 
 @FRAMEWORKS
 def test_a_wrong_secret(hosts: Hosts, framework: str, tmp_path: Path) -> None:
-    """Refused at once, on both hosts, when the model is wrapped: the framework's own call compares none."""
+    """Refused at once, on both hosts, by wrapping the model: the framework's own call compares no secrets."""
     ranks = []
     for rank, host in enumerate((0, 1)):
         secret = tmp_path / f"secret{rank}"

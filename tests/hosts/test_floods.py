@@ -1,6 +1,6 @@
-"""Jobs that form while bystanders connect to each of their listening sockets, in namespaces of their own.
+"""Jobs that form while foreign processes connect to each of their listening sockets, in separate namespaces.
 
-They form, with the same bits over the same paths as in peace.
+They form, with the same bits over the same paths as without a flood.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 @contextlib.contextmanager
 def flooded_by(hosts: Hosts, users: Sequence[int]) -> Iterator[None]:
-    """Within it, bystanders of these users connect to whatever listens on the first host."""
+    """A context in which processes of these users connect to every listening socket on the first host."""
     with contextlib.ExitStack() as stack:
         for user in users:
-            bystander = hosts.start(0, [sys.executable, str(FOLDER / "flood.py"), str(user)], {}, **PIPES)
-            stack.enter_context(bystander.stdout)
-            assert bystander.stdout.readline() == "ready\n"
+            flood = hosts.start(0, [sys.executable, str(FOLDER / "flood.py"), str(user)], {}, **PIPES)
+            stack.enter_context(flood.stdout)
+            assert flood.stdout.readline() == "ready\n"
         yield
 
 
-def found(bystanders: Sequence[int], command: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """The lines of all ranks, among bystanders of these users."""
-    with Hosts(1, "1gbit") as host, flooded_by(host, bystanders):
+def found(users: Sequence[int], command: Sequence[str], variables: dict[str, str]) -> list[str]:
+    """The lines of all ranks, during a flood by these users."""
+    with Hosts(1, "1gbit") as host, flooded_by(host, users):
         job = host.start(0, [sys.executable, "-m", *command], variables, **PIPES)
         output, _ = job.communicate(timeout=WITHIN_S)
     assert job.returncode == 0, output
     return sorted(re.findall(r"found .*", output))
 
 
-def test_no_bystander_changes_what_ranks_of_one_host_compute() -> None:
+def test_a_flood_changes_no_result_of_ranks_on_one_host() -> None:
     command = ["paceline", "run", "-n", "4", "-m", "tests.hosts.flooded"]
     variables = {}
     in_peace = found([], command, variables)
@@ -56,5 +56,5 @@ def test_no_bystander_changes_what_ranks_of_one_host_compute() -> None:
 
 def test_the_control_channel_of_two_hosts_forms_in_a_flood(tmp_path: Path) -> None:
     with Hosts(2, "1gbit") as hosts, flooded_by(hosts, [ANOTHER, ANOTHER]):
-        for rank in test_control.start(hosts, tmp_path):  # all have come, and speak encrypted
+        for rank in test_control.start(hosts, tmp_path):  # all have come, and their messages are encrypted
             test_control.kill(rank)

@@ -43,7 +43,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def expected_lines(placement: str) -> list[str]:
-    """What the ranks print, by rank; the mean of 2, 4, 6 and 8 is 5."""
+    """The output of the ranks, by rank; the mean of 2, 4, 6 and 8 is 5."""
     layout = HOST_OF[placement]
     return [
         f"rank {rank} of 4 on node{host}, place {layout[:rank].count(host)} of 2: 5 by hosts"
@@ -76,23 +76,23 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
     if kind == MPICH:
         arguments += ["-launcher", "ssh", "-launcher-exec", shell, "-hosts", "node0:2,node1:2"]
     else:
-        # Which hands on no other variable to the second host.
+        # It passes no other variable to the second host.
         arguments += ["-x", "PACELINE_SECRET_FILE", "-x", "OMP_NUM_THREADS"]
         arguments += ["--mca", "plm_rsh_agent", shell, "--host", "node0:2,node1:2"]
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     variables = {"OMP_NUM_THREADS": "1", "PACELINE_SECRET_FILE": str(secret)}
-    # The option that places ranks comes last: what follows it is the program.
+    # The option that places ranks comes last: the program follows it.
     check(hosts.start(0, [starter, *arguments, *PROGRAM], variables, **OPTIONS))
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
 @pytest.mark.parametrize("host", ["node0", "localhost"])
 def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
-    """Kubeflow sets four variables, and says nothing of ranks that share a host.
+    """Kubeflow sets four variables, and does not declare which ranks share a host.
 
-    The pod of rank 0 is told its name, or by many releases that it is localhost.
+    The pod of rank 0 gets its own name as the address, or in many releases localhost.
     """
     common = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "OMP_NUM_THREADS": "1"}
     common["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
@@ -109,7 +109,7 @@ def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
 
 
 def test_four_variables_by_hand(hosts: Hosts) -> None:
-    """Which ranks share a host is seen by its name, although nobody has reported it."""
+    """The ranks find which of them share a host by its name, although no variable declares it."""
     ranks = []
     for rank, host in enumerate(HOST_OF["in turn"]):
         variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29501"}
@@ -146,13 +146,13 @@ def test_what_the_frameworks_start_on_two_hosts(hosts: Hosts, how: str, tmp_path
     outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)
     logs = [path.read_text() for path in (tmp_path / "logs").glob("workerlog.*")]
-    told = "\n".join([*outputs, *logs])
-    found = {line[line.index("rank") :] for line in told.splitlines() if "by hosts" in line}
-    # Which host is the first may be the agents' choice.
-    told_places = {re.sub(r"node\d", "node", line) for line in found}
-    place = "{} of 2" if framework == "torch" else "? of ?"  # Paddle's launcher sets variables of its own
+    text = "\n".join([*outputs, *logs])
+    found = {line[line.index("rank") :] for line in text.splitlines() if "by hosts" in line}
+    # The agents may choose which host is the first.
+    found_places = {re.sub(r"node\d", "node", line) for line in found}
+    place = "{} of 2" if framework == "torch" else "? of ?"  # Paddle's launcher sets its own variables
     places = {f"rank {rank} of 4 on node, place {place.format(rank % 2)}: 5 by hosts" for rank in range(4)}
-    assert len(found) == 4 and told_places == places, told
+    assert len(found) == 4 and found_places == places, text
 
 
 def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
@@ -161,26 +161,26 @@ def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
 
 
 def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts, tmp_path: Path) -> None:
-    for host in range(2):  # torch's agent would wait for ever for a host of that name
-        hosts.rename(host, f"nobody{host}")
+    for host in range(2):  # torch's agent would wait forever for a host of that name
+        hosts.rename(host, f"unknown{host}")
     options = ("--rdzv", f"{hosts.address(0)}:29411", "--trace", str(tmp_path / "out.json"))
     launchers = [run_on(hosts, host, *options) for host in (1, 0)]
     outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)
-    told = re.sub("nobody[01]", "nobody", "".join(outputs))
-    lines = [line[line.index("rank") :] for line in told.splitlines() if "by hosts" in line]
-    # Which host is the first is the agents' choice.
-    places = [f"rank {rank} of 4 on nobody, place {rank % 2} of 2: 5 by hosts" for rank in range(4)]
+    text = re.sub("unknown[01]", "unknown", "".join(outputs))
+    lines = [line[line.index("rank") :] for line in text.splitlines() if "by hosts" in line]
+    # The agents choose which host is the first.
+    places = [f"rank {rank} of 4 on unknown, place {rank % 2} of 2: 5 by hosts" for rank in range(4)]
     assert sorted(lines) == places, "\n".join(outputs)
-    each = [list(read_trace(tmp_path / f"out.nobody{host}.json")) for host in range(2)]
+    each = [list(read_trace(tmp_path / f"out.unknown{host}.json")) for host in range(2)]
     assert sorted(each) == [["rank 0", "rank 1"], ["rank 2", "rank 3"]]
-    folders = [str(tmp_path / f"out.nobody{host}.rings") for host in range(2)]
+    folders = [str(tmp_path / f"out.unknown{host}.rings") for host in range(2)]
     assert main(["trace", *folders, "--output", str(tmp_path / "all.json")]) == 0
     assert sorted(read_trace(tmp_path / "all.json")) == [f"rank {rank}" for rank in range(4)]
 
 
 def test_ranks_end_with_an_agent_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
-    """They would train on, on all hosts, and nobody would know."""
+    """Without this, they would train on, on all hosts, unnoticed."""
     (tmp_path / "script.py").write_text(
         "import os, pathlib, time\n"
         "path = pathlib.Path(__file__).with_name('pid' + os.environ['RANK'])\n"
@@ -213,7 +213,7 @@ def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
 
 
 def test_paceline_run_says_for_whom_the_first_host_waits(hosts: Hosts) -> None:
-    """torch's agent waits there, and says nothing until it gives up."""
+    """torch's agent waits there silently until it gives up."""
     launcher = run_on(hosts, 0, "--rdzv", "node0:29414", "--rdzv-timeout-s", "12")
     output, _ = launcher.communicate(timeout=WITHIN_S)
     assert launcher.returncode not in (0, 2), output

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def measured(layout: str, *ways: str, framework: str = "torch") -> dict[str, Any]:
-    """Of one round; the time that steps take says nothing here."""
+    """A single round; the time of steps does not matter here."""
     python = warm_python(framework)
     return measure(layout, "1gbit", 1_000_000, rounds=1, ways=ways, framework=framework, python=python)
 
@@ -29,7 +29,7 @@ def test_no_byte_crosses_the_network_twice(layout: str) -> None:
     found = measured(layout, "torch", "hosts")  # checks the gradients
     least = floor_bytes(layout, found["nbytes"])
     sent = {way: each[0] for way, each in found["sent_bytes"].items()}
-    assert 1.0 < sent["hosts"] / least < 1.08  # what exceeds is headers of packets and acknowledgements
+    assert 1.0 < sent["hosts"] / least < 1.08  # the rest is headers of packets and acknowledgements
     if layout == "2x2 in turn":  # a ring over hosts of one rank is as good, and over 2+1 ranks nearly so
         assert sent["torch"] > 1.4 * least  # the counters count
 
@@ -42,7 +42,7 @@ def test_nor_does_it_with_paddle(layout: str) -> None:
 
 @pytest.mark.parametrize("layout, blocks", [("2x2 in turn", 2), ("2x3", 2), ("1+2", 1)])
 def test_exact_sums_send_each_block_of_ranks(layout: str, blocks: int) -> None:
-    """As many bytes as docs/design/hosts.md says, of host 0."""
+    """As many bytes as docs/design/hosts.md states, of host 0."""
     found = measured(layout, "exact")
     sent = found["sent_bytes"]["exact"][0] / floor_bytes(layout, found["nbytes"])
     assert 1.0 < sent / ((blocks + 1) / 2) < 1.08

@@ -1,7 +1,7 @@
 """A script that is watched while it trains over several hosts: one rank sleeps in each step.
 
 `watched.py FOLDER SLOW_RANK`: trains until there is a file FOLDER/stop, which all ranks see in the same step.
-A rank of which there is a file FOLDER/die-RANK kills itself.
+A rank kills itself if there is a file FOLDER/die-RANK.
 """
 
 from __future__ import annotations
