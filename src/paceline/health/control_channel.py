@@ -165,7 +165,7 @@ class ControlChannel:
         self._pid = os.getpid()
         self._connections = dict(connections)
         self._unsent = dict.fromkeys(connections, b"")
-        self._num_sent = dict.fromkeys(connections, 0)  # bytes so far, including unsent ones
+        self._num_said = dict.fromkeys(connections, 0)  # bytes so far, including unsent ones
         self._to_send: deque[tuple[int, Frame, bytes]] = deque()
         self._is_sending = False
         now = time.monotonic()
@@ -493,7 +493,7 @@ class ControlChannel:
                 beside = [other for other in self._ranks_beside(rank) if other in self._connections]
                 for other in beside:  # a firewall that resets connections does so when it sees a segment
                     self._send(other, Frame.BEAT, b"")
-                sent = {other: self._num_sent[other] for other in beside}
+                sent = {other: self._num_said[other] for other in beside}
                 self._reset[rank] = _Reset(time.monotonic(), sent)
                 self._judges_at_s = min(self._judges_at_s, self._reset[rank].at_s + _RESET_GRACE_S)
 
@@ -593,7 +593,7 @@ class ControlChannel:
 
     def _progress_to(self, rank: int) -> Progress | None:
         """How many bytes sent to a neighbour have arrived; see `LivenessCheck`."""
-        sent = self._num_sent[rank]
+        sent = self._num_said[rank]
         if rank in self._reset:
             return Progress(sent, 0)
         if rank not in self._connections:
@@ -631,7 +631,7 @@ class ControlChannel:
 
     def _put(self, rank: int, data: bytes) -> None:
         self._unsent[rank] += data
-        self._num_sent[rank] += len(data)
+        self._num_said[rank] += len(data)
         self._flush(rank)
 
     def _flush(self, rank: int) -> None:
