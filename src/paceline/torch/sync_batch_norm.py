@@ -257,7 +257,7 @@ def _group(given: Any) -> Any:
     return group if size > 1 else None
 
 
-def _way_between(layer: nn.Module, group: Any, device: torch.device) -> tuple[Any, Patience]:
+def _group_and_patience(layer: nn.Module, group: Any, device: torch.device) -> tuple[Any, Patience]:
     """The group or communicator for the statistics, and how to wait for other ranks.
 
     Ranks that share memory exchange the statistics there, which detects at once that ranks are in different
@@ -312,7 +312,7 @@ def _gathered(layer: nn.Module, group: Any, row: torch.Tensor, input: torch.Tens
     need = _NO_GRADIENTS
     if torch.is_grad_enabled():
         need = _NEEDS_GRADIENT if row.requires_grad else _NEEDS_NONE
-    group, patience = _way_between(layer, group, row.device)
+    group, patience = _group_and_patience(layer, group, row.device)
     gathered = _all_gather(group, patience, torch.cat([row.detach(), row.new_full((1,), need)]))
     rows = gathered[:, :-1]
     counts_and_needs: list[list[float]] = gathered[:, -2:].tolist()

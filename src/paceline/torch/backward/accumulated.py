@@ -16,7 +16,7 @@ import torch
 from paceline.torch.model.inner_tensors import extent
 
 
-def part_accumulated(
+def separate_accumulated(
     parameters: Sequence[torch.Tensor], indices: Iterable[int], shared: Iterable[int]
 ) -> None:
     """Give gradients that share memory, with each other or with another tensor, a copy each.

@@ -27,7 +27,7 @@ from paceline.reducer.backward.state import INTERRUPTED, RUNNING, BackwardState,
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.scattered_gradients import refuse_sparse
-from paceline.torch.backward.accumulated import part_accumulated
+from paceline.torch.backward.accumulated import separate_accumulated
 from paceline.torch.backward.deferred_gradients import DeferredGradients
 from paceline.torch.backward.direct_gradients import DirectGradients
 from paceline.torch.backward.gradient_hooks import SharedGradients
@@ -99,7 +99,7 @@ class TorchAutograd:
         # Graphs that a backward(inputs=...) has reached; perhaps it computes no gradient of a parameter.
         self._reached: list[tuple[int, weakref.ref[Graph]]] = []
         self._last_hooks: LastHooks | None = None
-        self._late: DeferredGradients | None
+        self._deferred: DeferredGradients | None
         self.complete: Callable[[], None] | None
         self._make_deferred(is_static)
 
@@ -115,24 +115,24 @@ class TorchAutograd:
     def _make_deferred(self, is_static: bool) -> None:
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
         if is_static or delayed:
-            self._late = DeferredGradients(
-                self._state, hand_over, delayed, is_learning=is_static, part=self._part
+            self._deferred = DeferredGradients(
+                self._state, hand_over, delayed, is_learning=is_static, separate=self._separate
             )
-            self.complete = self._late.end_backward
+            self.complete = self._deferred.end_backward
         else:
-            self._late = self.complete = None
+            self._deferred = self.complete = None
 
     def install(self) -> None:
         self._remove_hooks()
-        late, trainable = self._late, self._tensors.trainable
+        deferred, trainable = self._deferred, self._tensors.trainable
         registered = [
-            late.hook(index) if late is not None and late.is_late(index) else hook
+            deferred.hook(index) if deferred is not None and deferred.is_deferred(index) else hook
             for index, hook in enumerate(self._gradients.hooks)
         ]
         for index in self._shared:
             registered[index] = self._shared_gradients.hook(index, registered[index])
-        if late is not None and self._tensors.trigger is not None:
-            registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
+        if deferred is not None and self._tensors.trigger is not None:
+            registered[self._tensors.trigger] = deferred.with_trigger(registered[self._tensors.trigger])
         # Set before register(), which a signal handler may interrupt.
         self._last_hooks = LastHooks(trainable, registered)
         self._last_hooks.register()
@@ -222,7 +222,7 @@ class TorchAutograd:
                 end = EndOfBackward(state.unfollow, state.unfollow)
                 Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if not state.is_syncing:
-            self._part_accumulated()
+            self._separate_accumulated()
             return self._weights.watch_local(graph, gradient) if self._weights.is_used else None
         call = BACKWARD if state.phase >= RUNNING else running_call()
         if call in (BACKWARD, UNKNOWN):
@@ -243,13 +243,13 @@ class TorchAutograd:
                 self._weights.reach(graph)
         return None
 
-    def _part_accumulated(self) -> None:
+    def _separate_accumulated(self) -> None:
         if self._state.accumulated:
-            self._part(list(self._state.accumulated))
+            self._separate(list(self._state.accumulated))
         self._state.handed.begin()
 
-    def _part(self, indices: list[int]) -> None:
-        part_accumulated(self._tensors.trainable, indices, self._state.handed.shared_among(indices))
+    def _separate(self, indices: list[int]) -> None:
+        separate_accumulated(self._tensors.trainable, indices, self._state.handed.shared_among(indices))
 
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -267,7 +267,7 @@ class TorchAutograd:
     @untraced
     def prepare(self) -> None:
         self._direct.returned = None
-        self._part_accumulated()
+        self._separate_accumulated()
         if (scattered := self._gradients.scattered) is not None:
             scattered.forget()
         if self._reached:
@@ -307,13 +307,13 @@ class TorchAutograd:
             step_in_backward(self._in_backward)
 
     def learn(self) -> None:
-        if self._late is not None and self._late.learn():
+        if self._deferred is not None and self._deferred.learn():
             self.install()
-            self._late.end_learning()  # if install() was interrupted, the next call of learn() repeats it
+            self._deferred.end_learning()  # if install() was interrupted, the next call of learn() repeats it
 
     def forget(self) -> None:
-        if self._late is not None:
-            self._late.forget()
+        if self._deferred is not None:
+            self._deferred.forget()
         self._reached.clear()
 
 

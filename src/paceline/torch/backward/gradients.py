@@ -198,8 +198,8 @@ class Gradients:
             self.scattered.put([*self._state.handed, *missing])
             return
         places, staged = self.reduction.places, self._state.staged
-        if self._shared and (parted := self._parted_by_others(staged)):
-            missing, staged = [*missing, *parted], [index for index in staged if index not in parted]
+        if self._shared and (moved := self._moved_by_others(staged)):
+            missing, staged = [*missing, *moved], [index for index in staged if index not in moved]
         with torch.no_grad():
             self._write_back(staged)
             for index in missing:
@@ -209,7 +209,7 @@ class Gradients:
                     is_in_buffer = is_own and place.dtype is parameter.dtype
                     parameter.grad = place if is_in_buffer else place.to(parameter.dtype, copy=True)
 
-    def _parted_by_others(self, indices: Sequence[int]) -> list[int]:
+    def _moved_by_others(self, indices: Sequence[int]) -> list[int]:
         """Shared gradients that another model has moved; their old memory belongs to another tensor."""
         handed, parameters = self._state.handed, self._parameters
         return [i for i in indices if i in self._shared and parameters[i].grad is not handed[i]]

@@ -393,7 +393,7 @@ class TorchNames(TorchDDP):
             raise ReplicaError(
                 "A backward has begun to average gradients and has not ended.",
                 likely="it ended in an exception that was caught",
-                hint="run another forward: it gives the backward up, on all ranks",
+                hint="run another forward: it discards the backward, on all ranks",
             )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
