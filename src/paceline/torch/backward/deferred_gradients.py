@@ -93,7 +93,10 @@ class DeferredGradients:
         self._came.clear()
 
     def learn(self) -> bool:
-        """Whether a backward has shown how often gradients come: then hooks change, until `end_learning`."""
+        """Adopt the counts of the first backward. Returns whether there are any, so that hooks must change.
+
+        Returns True again until `end_learning()`, in case the change of hooks was interrupted.
+        """
         if self._learned is None:
             return False
         self._expected, self.is_learning = self._learned, False

@@ -1,7 +1,7 @@
 """Broadcasts one rank's parameters and buffers to all ranks, many tensors in one message.
 
 Tensors of any dtype are sent as bytes, packed into messages of a bounded size. So a model of a thousand small
-tensors takes a few broadcasts, and a large tensor is never copied as a whole.
+tensors takes a few broadcasts, and a large dense tensor is not copied as a whole.
 """
 
 from __future__ import annotations
