@@ -13,6 +13,7 @@ import paddle
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
+from tests.device import paddle as device
 from tests.differential.walk import Traps
 
 WIDTH = 4
@@ -180,7 +181,8 @@ class Norm(nn.Layer):
 class _Added(paddle.autograd.PyLayer):
     """x + p; its backward returns the incoming gradient's memory as the gradient of p.
 
-    `shares`: as the gradients of both. If that is accumulated, Paddle itself adds wrongly.
+    `shares`: as the gradients of both. Where the gradient of p is accumulated, Paddle adds in place on the CPU, and so changes
+    the gradient of x; on a device it does not. The reference runs on the CPU, so beside a device it copies.
     """
 
     @staticmethod
@@ -194,7 +196,8 @@ class _Added(paddle.autograd.PyLayer):
         rows = gradient if ctx.rows == 1 else gradient.sum(0, keepdim=True)
         if not ctx.trains:
             return None, rows
-        return gradient if ctx.shares else gradient.clone(), rows
+        shares = ctx.shares and not (device.IS_THERE and gradient.place.is_cpu_place())
+        return gradient if shares else gradient.clone(), rows
 
 
 class Own(nn.Layer):
