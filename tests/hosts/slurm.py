@@ -21,13 +21,14 @@ from typing import Any
 
 from tests.hosts.namespaces import Hosts, HostsError, why_not
 
-PROGRAMS = ("slurmctld", "slurmd", "srun", "scontrol")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _READY_WITHIN_S = 30.0
 
 _CONFIGURATION = """\
 ClusterName=paceline
 SlurmctldHost=node0({address})
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmUser=root
 SlurmdUser=root
@@ -104,6 +105,14 @@ class Slurm:
         environment = self._environment | {"OMP_NUM_THREADS": "1"}
         return self._hosts.start(0, ["srun", "--overcommit", *arguments], environment, **options)
 
+    def run(self, command: Sequence[str]) -> str:
+        """Run another program of Slurm on host 0, and return what it prints."""
+        asked = self._hosts.start(
+            0, command, self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        output: str = asked.communicate(timeout=_READY_WITHIN_S)[0]
+        return output
+
     def _start(self, host: int, command: Sequence[str]) -> subprocess.Popen[Any]:
         with open(self._folder / f"{command[0]}-{host}.out", "wb") as output:
             return self._hosts.start(
@@ -114,15 +123,7 @@ class Slurm:
         deadline = time.monotonic() + _READY_WITHIN_S
         state = ""
         while time.monotonic() < deadline:
-            asked = self._hosts.start(
-                0,
-                ["sinfo", "--noheader", "--Node", "--format=%N %T"],
-                self._environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            state = asked.communicate(timeout=_READY_WITHIN_S)[0]
+            state = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"])
             if state.count(" idle") == self._hosts.count:
                 return
             time.sleep(0.2)

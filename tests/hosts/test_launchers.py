@@ -18,6 +18,7 @@ from paceline.cli import main
 from tests.hosts.namespaces import Hosts, why_not
 from tests.hosts.slurm import Slurm, why_no_slurm
 from tests.launch.mpi import KINDS, MPICH, command, find_mpirun
+from tests.multiprocess import preempted
 from tests.traces import read_trace
 
 REASON = why_not()
@@ -65,6 +66,50 @@ def test_srun(hosts: Hosts, placement: str, tmp_path: Path) -> None:
     order = {"in blocks": "block", "in turn": "cyclic"}[placement]
     with Slurm(hosts, tmp_path) as slurm:
         check(slurm.srun(["-N2", "-n4", "-m", order, *PROGRAM], **OPTIONS), placement)
+
+
+BATCH = """\
+#!/bin/sh
+#SBATCH -N1 -n2 --overcommit
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
+#SBATCH --open-mode=append --output={folder}/output
+
+export OMP_NUM_THREADS=1
+cd {root}
+srun --overcommit {python} -m tests.multiprocess.preempted {folder}/checkpoints train torch
+status=$?
+[ $status -eq 75 ] && scontrol requeue $SLURM_JOB_ID
+exit $status
+"""
+
+
+def test_a_job_that_slurm_preempts_is_requeued_and_resumes(hosts: Hosts, tmp_path: Path) -> None:
+    """The batch script is that of docs/preemption.md; the signal comes now, and not before a time limit."""
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    undisturbed = preempted.launch(tmp_path / "undisturbed", "torch", "paceline", None)
+    script, output = tmp_path / "job.sh", tmp_path / "output"
+    script.write_text(BATCH.format(folder=tmp_path, root=ROOT, python=sys.executable))
+
+    def job() -> preempted.Launch:
+        return preempted.Launch(lines=output.read_text().splitlines() if output.exists() else [])
+
+    def wait_for(word: str) -> dict[int, list[str]]:
+        until = time.monotonic() + 2 * WITHIN_S
+        while len(found := job().reported(word)) < preempted.RANKS:
+            assert time.monotonic() < until, (word, job().lines[-20:], slurm.run(["scontrol", "show", "job"]))
+            time.sleep(0.05)
+        return found
+
+    with Slurm(hosts, tmp_path) as slurm:
+        number = slurm.run(["sbatch", "--parsable", str(script)]).strip()
+        wait_for("made")
+        slurm.run(["scancel", "--signal=USR1", number])
+        stopped = wait_for("stopped")
+        assert stopped[0] == stopped[1] and stopped[0][1] == str(preempted.PREEMPTED), stopped
+        assert wait_for("over") == undisturbed.reported("over")
+    assert job().reported("resumed") == dict.fromkeys(range(preempted.RANKS), stopped[0][:1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

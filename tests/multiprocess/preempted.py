@@ -30,7 +30,8 @@ DEADLINE_S = 300.0
 
 
 def say(*words: object) -> None:
-    line = " ".join(map(str, (os.environ["RANK"], *words)))
+    rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+    line = " ".join(map(str, (rank, *words)))
     os.write(1, f"{line}\n".encode())  # at once, which print() of an unbuffered stream does not
 
 
@@ -82,7 +83,7 @@ class Launch:
     lines: list[str] = field(default_factory=list)
     sent_after: int | None = None  # how many lines there were
 
-    def told(self, word: str) -> dict[int, list[str]]:
+    def reported(self, word: str) -> dict[int, list[str]]:
         """By rank: the last such line, without rank and word."""
         found = {}
         for line in self.lines:
@@ -132,10 +133,10 @@ def launch(folder: Path, framework: str, launcher: str, draw: random.Random | No
 
 def check(made: Launch, launcher: str, resumes_at: int) -> int | None:
     """At which step the next launch resumes; None: the job is over."""
-    resumed, stopped = made.told("resumed"), made.told("stopped")
+    resumed, stopped = made.reported("resumed"), made.reported("stopped")
     if resumed:
         assert resumed == {rank: [str(resumes_at)] for rank in range(RANKS)}, "not resumed where it stopped"
-    if len(made.told("over")) == RANKS:
+    if len(made.reported("over")) == RANKS:
         return None
     if stopped:
         step, code = next(iter(stopped.values()))
@@ -144,13 +145,13 @@ def check(made: Launch, launcher: str, resumes_at: int) -> int | None:
         )
         assert launcher != "paceline" or made.status == PREEMPTED, "the launcher says something else"
         return int(step)
-    is_early = made.sent_after is not None and len(told_before(made, "ready")) < RANKS
+    is_early = made.sent_after is not None and len(reported_before(made, "ready")) < RANKS
     assert is_early, "it has ended without a checkpoint of its last step"
     return resumes_at
 
 
-def told_before(made: Launch, word: str) -> dict[int, list[str]]:
-    return Launch(lines=made.lines[: made.sent_after]).told(word)
+def reported_before(made: Launch, word: str) -> dict[int, list[str]]:
+    return Launch(lines=made.lines[: made.sent_after]).reported(word)
 
 
 def disturb(
@@ -159,7 +160,7 @@ def disturb(
     """Stop and resume so many times."""
     draw = random.Random(seed)
     undisturbed = launch(folder / "undisturbed", framework, launcher, None)
-    digests = undisturbed.told("over")
+    digests = undisturbed.reported("over")
     assert undisturbed.status == 0 and len(digests) == RANKS, undisturbed.lines
     sent, ends, job, at = 0, Counter(), 0, 0
     while sent < count or at:
@@ -168,7 +169,7 @@ def disturb(
         try:
             following = check(made, launcher, at)
             if following is None:
-                assert made.told("over") == digests, "another hash than undisturbed"
+                assert made.reported("over") == digests, "another hash than undisturbed"
         except AssertionError as error:
             raise AssertionError(
                 "\n".join([str(error), f"job {job}, signal {sent}", *made.lines[-60:]])
