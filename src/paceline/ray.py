@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, LaunchError
+from paceline.health.preemption import EXIT_STATUS
 from paceline.launch.report import RankEnd, evidence, exception_line, first_failure, is_consequence, others
 from paceline.rendezvous.secret import NO_SECRET, JobSecret, adopt_secret, new_secret, users_secret
 
@@ -72,6 +73,8 @@ def run(
             of the user's secret cannot be read.
         LaunchError: A rank raised or died. It names the first rank that did and the address of its node, and
             quotes the traceback; `failures` lists all ranks that failed, that one first.
+        SystemExit: With status 75: a signal to a worker has stopped the ranks, and they have saved their step
+            (see `paceline.Checkpointer`). The same call resumes.
 
     Example:
         With two nodes of two free CPUs, `run(train, num_workers=4)` makes ranks 0 and 1 on one node, 2 and 3
@@ -184,8 +187,8 @@ class _Worker:
             result = fn(*args)
         except (Exception, SystemExit) as error:
             _leave(error)
-            if isinstance(error, SystemExit) and error.code in (None, 0):
-                return _Outcome()
+            if isinstance(error, SystemExit) and error.code in (None, 0, EXIT_STATUS):
+                return _Outcome(is_preempted=error.code == EXIT_STATUS)
             # Without this frame, so that the traceback begins in the user's function.
             frames = error.__traceback__ and error.__traceback__.tb_next
             return _Outcome(raised="".join(traceback.format_exception(type(error), error, frames)))
@@ -197,6 +200,7 @@ class _Worker:
 class _Outcome:
     result: Any = None
     raised: str = ""  # the traceback
+    is_preempted: bool = False  # it has saved its step, and can be resumed
 
 
 def _leave(error: BaseException | None) -> None:
@@ -283,6 +287,8 @@ def _results(ray: Any, calls: Sequence[Any], addresses: Sequence[str], name: str
         if failures and cause_until is None:
             cause_until = time.monotonic() + _CAUSE_WITHIN_S
     first = first_failure(list(failures.values()))
+    if first is None and any(outcome.is_preempted for outcome in outcomes.values()):
+        raise SystemExit(EXIT_STATUS)
     if first is None:
         return [outcomes[rank].result for rank in range(len(calls))]
     how = {_ENDED: "its process has ended", _NOT_SENT: "what it returned could not be sent"}

@@ -181,8 +181,9 @@ class Norm(nn.Layer):
 class _Added(paddle.autograd.PyLayer):
     """x + p; its backward returns the incoming gradient's memory as the gradient of p.
 
-    `shares`: as the gradients of both. Where the gradient of p is accumulated, Paddle adds in place on the CPU, and so changes
-    the gradient of x; on a device it does not. The reference runs on the CPU, so beside a device it copies.
+    `shares`: as the gradients of both. Where the gradient of p is accumulated, Paddle adds in place on the
+    CPU, and so changes the gradient of x; on a device it does not. The reference runs on the CPU, so beside a
+    device it copies.
     """
 
     @staticmethod

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,48 @@ def returning_a_lock() -> Any:
     return threading.Lock() if os.environ["RANK"] == "1" else None
 
 
+def training(folder: str, stops_at: int) -> list[str]:
+    """Six steps with a Checkpointer; a signal comes to the last rank before the backward of one of them.
+
+    The time-out is long because Ray's workers have a low priority, and the process that writes has theirs.
+
+    Returns:
+        At which step it began, and the weights.
+    """
+    import torch
+
+    import paceline.torch
+
+    paceline.torch.init_process_group(timeout=timedelta(seconds=600))
+    torch.manual_seed(5)
+    ddp = paceline.torch.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(ddp.parameters())
+    ddp.register_state("optimizer", optimizer)
+    with paceline.Checkpointer(folder, ddp) as checkpointer:
+        begins = steps = checkpointer.resume()
+        while steps < 6:
+            if steps == stops_at and os.environ["RANK"] == "3":
+                os.kill(os.getpid(), signal.SIGUSR1)
+            data = torch.Generator().manual_seed(10 * steps + int(os.environ["RANK"]))
+            ddp(torch.randn(3, 4, generator=data)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            checkpointer.step()
+    return [str(begins), *(str(each.tolist()) for each in ddp.parameters())]
+
+
+def preempted(folder: Path) -> dict[str, Any]:
+    """A run that is stopped and called again, beside one that is not stopped."""
+    found: dict[str, Any] = {"undisturbed": paceline.ray.run(training, (f"{folder}/a", 6), num_workers=4)}
+    try:
+        paceline.ray.run(training, (f"{folder}/b", 3), num_workers=4)
+    except SystemExit as error:
+        found["status"] = error.code
+    found["resumed"] = paceline.ray.run(training, (f"{folder}/b", 6), num_workers=4)
+    return found
+
+
 def failure(*args: Any, **options: Any) -> dict[str, Any]:
     """What a run raises, and whether all is free again in time."""
     try:
@@ -106,6 +149,7 @@ def main() -> None:
         cluster.add_node(num_cpus=2)
         ray.init(address=cluster.address, log_to_driver=False)
         found: dict[str, Any] = {"places": paceline.ray.run(where_it_runs, (2,), num_workers=4)}
+        found["preempted"] = preempted(folder)
         found["raised"] = failure(raising, num_workers=4)
         found["died"] = failure(dying, (str(folder),), num_workers=4)
         found["not sent"] = failure(returning_a_lock, num_workers=2)

@@ -31,6 +31,13 @@ def test_workers_of_two_nodes_are_ranks_in_blocks(found):
     assert {each["sum"] for each in places} == {2 * (1 + 2 + 3 + 4)}
 
 
+def test_a_run_that_a_signal_stops_is_resumed_by_the_same_call(found):
+    runs = found["preempted"]
+    assert runs["status"] == 75
+    assert [began for began, *_ in runs["resumed"]] == ["4"] * 4  # the step whose backward reported it
+    assert [weights for _, *weights in runs["resumed"]] == [weights for _, *weights in runs["undisturbed"]]
+
+
 def test_the_workers_have_a_secret_that_stands_in_no_environment(found):
     for each in found["places"]:
         assert each["has secret"]

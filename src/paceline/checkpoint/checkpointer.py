@@ -337,13 +337,12 @@ class Checkpointer:
         if self._rank == 0:
             received = stop_signals.received
             by = signal.Signals(received).name if received else "another rank's signal"
+            newest = f"the newest checkpoint in {self._folder} is that of step {self._whole}"
             _log.warning(
-                "paceline: stopped after step %d by %s; the newest checkpoint in %s is that of step %d. "
-                "Exit status %d: to be resumed",
+                "paceline: stopped after step %d by %s; %s. Exit status %d: to be resumed",
                 self._steps,
                 by,
-                self._folder,
-                self._whole,
+                newest if self._whole >= 0 else f"{self._folder} has no whole checkpoint yet",
                 EXIT_STATUS,
             )
         raise SystemExit(EXIT_STATUS)
