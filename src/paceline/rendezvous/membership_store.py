@@ -51,7 +51,7 @@ class MembershipServer:
         self._pid = os.getpid()
         # A child that outlives this process would hold the port without answering.
         os.register_at_fork(after_in_child=self._listener.close)
-        self._thread = threading.Thread(target=self._serve, name="paceline-membership store", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="paceline-membership-store", daemon=True)
         start_thread(self._thread)
 
     def close(self) -> None:
