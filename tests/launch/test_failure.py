@@ -290,7 +290,10 @@ def test_a_rank_that_saves_for_too_long_is_killed(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("from_scheduler", [True, False])
 def test_a_job_that_can_be_resumed_is_no_failure(launcher: Launcher, from_scheduler: bool) -> None:
-    """All ranks end with EX_TEMPFAIL, some of them later; without a signal to the launcher, too."""
+    """All ranks end with EX_TEMPFAIL, some of them later; without a signal to the launcher, too.
+
+    The launcher waits for longer than poll() can.
+    """
     script = f"""
         def stop(*_):
             if rank == 0:
@@ -300,7 +303,8 @@ def test_a_job_that_can_be_resumed_is_no_failure(launcher: Launcher, from_schedu
         print("pid", os.getpid())
         {HANG}
     """
-    process = launcher.start("-n", "2", "--grace-s", "0.1", "script.py", script=script)
+    limits = ("--grace-s", "0.1", "--preempt-s", "1e7")
+    process = launcher.start("-n", "2", *limits, "script.py", script=script)
     pids = read_pids(process, 2)
     for pid in [process.pid] if from_scheduler else sorted(pids):
         os.kill(pid, signal.SIGTERM)

@@ -43,6 +43,7 @@ from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_windo
 
 _STOPS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _KILLED_WITHIN_S = 30.0
+_LONGEST_SLEEP_S = 86_400.0  # poll() counts milliseconds in 31 bits
 _WRITING = "paceline/checkpoint/writer_process.py"  # in the stacks of a rank that waits for its writer
 _SHOWN_STACKS = 4  # one is often enough, and those of 128 ranks would bury the report
 
@@ -348,12 +349,12 @@ class Supervisor:
             grace_s = max(grace_s, _KILLED_WITHIN_S)
         self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
 
-    def _seconds_to_sleep(self) -> float | None:
-        seconds = [self._seconds_to_deadline(), self._screen.seconds_to_report()]
+    def _seconds_to_sleep(self) -> float:
+        seconds = [_LONGEST_SLEEP_S, self._seconds_to_deadline(), self._screen.seconds_to_report()]
         if self._stop is None:
             seconds += [channel.seconds_to_hold() for channel in self._channels()]
             seconds += [self._recording.seconds_to_look(), self._last_ranks.seconds_to_look()]
-        return min((each for each in seconds if each is not None), default=None)
+        return min(each for each in seconds if each is not None)
 
     def _seconds_to_deadline(self) -> float | None:
         due = []
@@ -451,7 +452,8 @@ class Supervisor:
             if is_stopped and ends_at <= time.monotonic():
                 return
             left_s = ends_at - time.monotonic() if is_stopped else self._screen.seconds_to_report()
-            ready = dict(waits.poll(None if left_s is None else 1000 * max(0.0, left_s)))
+            left_s = _LONGEST_SLEEP_S if left_s is None else min(max(0.0, left_s), _LONGEST_SLEEP_S)
+            ready = dict(waits.poll(1000 * left_s))
             if self._wakeup in ready and not _STOPS.isdisjoint(os.read(self._wakeup, 512)):
                 is_stopped, ends_at = True, 0.0
             self._screen.write_kept()
