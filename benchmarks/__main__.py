@@ -48,7 +48,7 @@ To keep a result: --output benchmarks/results writes a table and a JSON file wit
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of all benchmarks."""
+    """Return the parser of all benchmarks."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure Paceline beside Gloo, Open MPI and torch's DDP."
     )
@@ -94,7 +94,7 @@ def _add_arguments(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark; the value is the exit status, 2 where an argument is wrong."""
+    """Run one benchmark and return the exit status, which is 2 if an argument is wrong."""
     given = parser().parse_args(arguments)
     benchmark = BENCHMARKS[given.benchmark]
     try:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _settings(given: argparse.Namespace, benchmark: Benchmark) -> Settings:
-    """Check all arguments before minutes of measurement."""
+    """Check all arguments, before a measurement that takes minutes."""
     if given.output and not given.output.is_dir():
         raise ConfigError(f"--output {given.output}: there is no such folder.")
     if given.before and shutil.which(given.before) is None:

@@ -1,4 +1,4 @@
-"""One all-reduce of float32 in place, by size, beside Gloo, Open MPI and DeepSpeed."""
+"""One in-place all-reduce of float32, by size, compared with Gloo, Open MPI and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline import units
 from paceline.units import format_ratio, format_size, format_time
 
 SIZES = (4, 16 << 10, 256 << 10, 4 << 20, 25 << 20)
-# Long enough that the start of a sample (tens of microseconds apart on two ranks) does not show in it.
+# Long enough that the ranks' different starts (tens of microseconds apart) do not matter.
 SAMPLE_S = 0.02
 
 
@@ -38,7 +38,7 @@ def _no_deepspeed() -> str:
 
 def _mpi_launch(ranks: int) -> Launch:
     environment = {
-        # Both refuse by default, the first in containers and the second with more ranks than cores.
+        # Open MPI refuses to run as root (in containers) and with more ranks than cores, by default.
         **{f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")},
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

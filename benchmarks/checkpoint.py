@@ -1,4 +1,4 @@
-"""How long a step is held up by a checkpoint, beside one copy of the state in memory."""
+"""How long a checkpoint delays a step, compared with one copy of the state in memory."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "millions of them (default 50); each takes some 50 bytes of memory, and 12 on the disk"
+    what = "millions of parameters (default 50); each takes some 50 bytes of memory, and 12 on the disk"
     parser.add_argument("--parameters", type=units.at_least(1), default=50, metavar="M", help=what)
 
 
 BENCHMARK = Benchmark(
-    "how long a checkpoint holds up a step, beside a copy of the state",
+    "how long a checkpoint delays a step, compared with a copy of the state",
     20,
     run,
     lambda given: CASES,

@@ -19,7 +19,7 @@ SAMPLE_S = 0.1
 
 
 class _Task(NamedTuple):
-    """One use of a sampler; its data set is `fraction` times smaller than the largest."""
+    """One use of a sampler; its data set is `fraction` times smaller than the largest one."""
 
     key: str
     label: str
@@ -108,12 +108,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=units.at_least(1000),
         default=LENGTH,
         metavar="N",
-        help="samples of the largest data set (default 10^8, of which torch's makes 5 GB)",
+        help="samples of the largest data set (default 10^8, for which torch's sampler takes 5 GB)",
     )
 
 
 BENCHMARK = Benchmark(
-    "how fast indices come, against torch's DistributedSampler",
+    "how fast a sampler returns indices, compared with torch's DistributedSampler",
     5,
     run,
     lambda given: CASES,

@@ -1,4 +1,4 @@
-"""What taking each parameter's gradient adds to a backward, without other ranks."""
+"""The time that taking each parameter's gradient adds to a backward, without other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.samples import overhead, slowest_median
 from paceline.units import format_time
 
 MODEL = "many"
-# Short, and so many of them: what is measured is a tenth of a backward.
+# Many short samples, because the measured overhead is a tenth of a backward.
 SAMPLE_S = 0.02
 
 
@@ -31,7 +31,7 @@ def _case(key: str, label: str, **options: Any) -> Case:
 
 
 _VIEW: dict[str, Any] = {"gradient_as_bucket_view": True}
-# With one rank, Paceline has hooks only where they are to raise on a NaN.
+# With one rank, Paceline has hooks only if they must raise on a NaN.
 _OURS: dict[str, Any] = {"variant": "paceline", "nonfinite": "raise"}
 CASES = (
     _case("alone", "alone", variant="alone"),
@@ -84,7 +84,7 @@ def _cells(key: str, parameters: int, timings: Mapping[str, Timing]) -> list[str
 
 
 BENCHMARK = Benchmark(
-    "what taking gradients adds to a backward on one rank",
+    "time that taking gradients adds to a backward on one rank",
     300,
     run,
     lambda given: CASES,

@@ -1,8 +1,8 @@
-"""The processes of one case: starts them, gives them commands one at a time, and ends them.
+"""Runs the processes of one case: starts them, sends them one command at a time, and ends them.
 
 Commands and answers are JSON lines over a Unix socket in a private directory, so the same worker runs under
-any launcher (plain processes here, `mpirun` for Open MPI), and an exception, a crash or a hang of a rank
-raises a `CaseFailed` here that says why.
+any launcher (plain processes here, `mpirun` for Open MPI). An exception, a crash or a hang of a rank raises a
+`CaseFailed` here with the reason.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 from paceline.launch.topology import read_machine
 
 START_LIMIT_S = 180.0
-# A worker ends itself at the limit; this much later it is ended from here.
+# A worker ends itself at the limit. If it has not, this process ends it this much later.
 GRACE_S = 5.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class CaseFailed(Exception):
-    """A case can't be measured (any further); the text says why in one line."""
+    """A case can't be measured (any further); the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Launch:
     """How the processes of a job are started.
 
     Attributes:
-        prefix: What comes before `python`, such as `mpirun -n 2`; empty: one plain process per rank.
-        environment: What the processes find in their environment, besides ours.
+        prefix: The command before `python`, such as `mpirun -n 2`; empty: one plain process per rank.
+        environment: Environment variables of the processes, added to those of this process.
         cores: The cores of each rank, by rank; empty: the ranks are not bound.
         python: The interpreter, which may have another version of Paceline installed.
     """
@@ -55,7 +55,7 @@ class Launch:
 
 
 class _Channel:
-    """One worker's connection: JSON lines."""
+    """The connection to one worker, which carries JSON lines."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -65,7 +65,7 @@ class _Channel:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message; raises EOFError when the worker is gone and TimeoutError past `deadline`."""
+        """Return the next message. Raises EOFError if the worker is gone, TimeoutError after `deadline`."""
         while b"\n" not in self._pending:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -90,11 +90,11 @@ class Job:
     """The processes of one case, one per rank, each with one object whose methods are called.
 
     Args:
-        name: For messages.
-        target: `module:class` of the object; each rank makes one with `rank`, `world_size`, `options`.
+        name: Name of the case.
+        target: `module:class` of the object; each rank creates one with `rank`, `world_size`, `options`.
         world_size: Number of ranks.
         launch: How to start the processes.
-        options: Further keyword arguments of the object; must survive JSON.
+        options: Further keyword arguments of the object; must be serializable as JSON.
 
     Example:
         with Job("Gloo", "benchmarks.workers.all_reduce:Gloo", 2) as job:
@@ -120,7 +120,7 @@ class Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
         self._why_over = ""
-        self._end_themselves_at_s = math.inf  # workers that are in the last command still
+        self._end_themselves_at_s = math.inf  # when workers still in the last command end themselves
 
     def __enter__(self) -> Job:
         return self
@@ -134,7 +134,7 @@ class Job:
         self.close()
 
     def start(self, limit_s: float = START_LIMIT_S) -> None:
-        """Start the processes and make the object on each rank. Raises CaseFailed."""
+        """Start the processes and create the object on each rank. Raises CaseFailed."""
         deadline = time.monotonic() + limit_s
         path = os.path.join(self._directory.name, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
@@ -156,25 +156,25 @@ class Job:
         if failed:
             first = min(failed, key=lambda answer: float(answer["moment_s"]))
             why = f"rank {answers.index(first)} {first['error']}"
-            # The ranks may be anywhere now; nothing that comes after would be a fair measurement.
+            # The ranks may be in any state now, so no later measurement would be fair.
             raise self._give_up(why)
         return [answer["result"] for answer in answers]
 
     def send(self, method: str, *, limit_s: float = 60.0, **arguments: Any) -> None:
-        """Give every rank a command without waiting; a `collect` must follow."""
+        """Send every rank a command without waiting; a `collect` must follow."""
         if self._why_over:
             raise CaseFailed(self._why_over)
         command = {"method": method, "arguments": arguments, "limit_s": limit_s}
-        self._end_themselves_at_s = time.monotonic() + limit_s  # not before it, however late this process is
+        self._end_themselves_at_s = time.monotonic() + limit_s  # or later, if this process is slow
         for channel in self._channels:
-            with contextlib.suppress(OSError):  # a dead rank shows itself in collect()
+            with contextlib.suppress(OSError):  # collect() reports a dead rank
                 channel.send(command)
 
     def collect(self, limit_s: float, patience_s: float = GRACE_S) -> list[dict[str, Any]]:
-        """One answer per rank: `{"result": ...}`, or `{"error": ..., "moment_s": ...}`.
+        """Return one answer per rank: `{"result": ...}`, or `{"error": ..., "moment_s": ...}`.
 
-        A dead or silent rank gets an error made here. After the first error the others get `patience_s`
-        more: they wait for that rank, and its error is the one that matters.
+        The answer of a dead or silent rank is an error made here. After the first error, the other ranks have
+        `patience_s` more: they wait for that rank, and its error is the one that matters.
         """
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + limit_s + GRACE_S
@@ -201,16 +201,16 @@ class Job:
             return _error("stopped in the middle of an answer")
 
     def kill(self, rank: int) -> float:
-        """SIGKILL one rank and return the moment before, by time.monotonic()."""
+        """SIGKILL one rank and return the time just before, by time.monotonic()."""
         moment = time.monotonic()
         os.kill(self.pids[rank], signal.SIGKILL)
         return moment
 
     def close(self) -> None:
-        """End the processes, by SIGKILL if they do not end by themselves, and remove the directory."""
+        """End the processes, by SIGKILL if they do not exit by themselves, and remove the directory."""
         self._why_over = self._why_over or "closed"
         for channel in self._channels:
-            channel.close()  # the worker leaves at the end of its input
+            channel.close()  # the worker exits at the end of its input
         deadline = time.monotonic() + GRACE_S
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -228,7 +228,7 @@ class Job:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
-            # The same for all cases, and such that all ranks together fit the cores.
+            # The same for all cases, and small enough that all ranks together fit the cores.
             "OMP_NUM_THREADS": str(max(1, read_machine().num_cores // self.world_size)),
             "PACELINE_JOB_ID": secrets.token_hex(8),
             "BENCHMARK_DIRECTORY": self._directory.name,
@@ -245,11 +245,11 @@ class Job:
     def _popen(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with open(self._log, "ab") as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            # A session of its own, so that everything below it can be ended at once.
+            # A session of its own, so that all its descendants can be ended at once.
             return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def _accept(self, listener: socket.socket, deadline: float) -> None:
-        """Wait for all workers to connect; notice one that ends before."""
+        """Wait for all workers to connect. Raise CaseFailed if one ends before."""
         ranks: dict[int, tuple[_Channel, int]] = {}
         while len(ranks) < self.world_size:
             if select.select([listener], [], [], 0.2)[0]:
@@ -269,7 +269,7 @@ class Job:
         return Path(self._directory.name, "log")
 
     def _last_words(self) -> str:
-        """The last line that the processes wrote, as the likeliest cause."""
+        """The last line that the processes wrote, which is the most likely cause."""
         lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
         said = [line.strip() for line in lines if line.strip()]
         return f" ({said[-1][:200]})" if said else ""
@@ -293,7 +293,7 @@ class Job:
     def _end_processes(self) -> None:
         for process in self._processes:
             if process.poll() is None:
-                # The session that we gave it: mpirun's own children too.
+                # Its whole session, to include mpirun's own children.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

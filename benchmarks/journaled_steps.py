@@ -1,9 +1,9 @@
-"""What a journal adds to a step of a sharded optimizer, and the cost of the syncs before and after a step.
+"""The time that a journal adds to a step of a sharded optimizer, and that of the syncs around a step.
 
     paceline run -n 2 -m benchmarks.journaled_steps [--millions 8] [--rounds 15] [--syncs-only]
 
-All sizes of blocks are measured in turns. Each figure is a median over rounds: of the slower rank's time, and
-of the processor's time on rank 0, which other programs on the machine disturb less.
+All block sizes are measured in turn. Each figure is a median over rounds: of the slower rank's time, and of
+rank 0's processor time, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from paceline.sharding.step_barriers import Call
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
 _SYNCS = 500
-_MODELS: list[DistributedDataParallel] = []  # kept as long as their optimizers
+_MODELS: list[DistributedDataParallel] = []  # kept alive as long as their optimizers
 
 
 def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptimizer:
-    """An AdamW of shared parameters with gradients; `block_kib` 0: without a journal."""
+    """Return an AdamW of shared parameters with gradients; `block_kib` 0: without a journal."""
     journal_layout.BLOCK_BYTES = max(block_kib, 1) << 10
     model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(millions)])
     ddp = DistributedDataParallel(model, process_group=group, share_parameters=True)
@@ -43,7 +43,7 @@ def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptim
 
 
 def times_ms(group: Any, call: Callable[[], object]) -> tuple[float, float]:
-    """How long a call takes the slower rank, and the processor on this one."""
+    """Return a call's time on the slower rank, and its processor time on this rank, in milliseconds."""
     group.barrier()
     begin, worked = time.perf_counter(), time.process_time()
     call()
@@ -52,7 +52,7 @@ def times_ms(group: Any, call: Callable[[], object]) -> tuple[float, float]:
 
 
 def syncs(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
-    """Microseconds of the sync before a step and of the one after, of idle ranks; least of rounds."""
+    """Return the microseconds of the syncs before and after a step of idle ranks; the minimum over rounds."""
     steps, has_gradient = optimizer._steps, b"\1" * len(optimizer._shards.parameters)
     before: list[float] = []
     after: list[float] = []
@@ -72,7 +72,7 @@ def syncs(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--millions", type=int, default=8, help="of parameters")
+    parser.add_argument("--millions", type=int, default=8, help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--syncs-only", action="store_true")
     arguments = parser.parse_args()
@@ -87,7 +87,7 @@ def main() -> None:
         for number in range(arguments.rounds + 2):
             for block, optimizer in optimizers.items():
                 taken = times_ms(group, optimizer.step)
-                if number >= 2:  # the first ones make the state
+                if number >= 2:  # the first ones create the state
                     times[block].append(taken)
         if group.rank == 0:
             plain = [statistics.median(each) for each in zip(*times[0])]

@@ -1,4 +1,4 @@
-"""How soon the survivors raise, when a rank is killed in the middle of training."""
+"""How soon the survivors raise when a rank is killed during training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def _kill_once(case: Case, ranks: int, resident_mib: int) -> dict[str, Any]:
-    """One try: seconds by survivor, whether each named the killed rank, or why the try failed."""
+    """Make one try; return the survivors' seconds and whether all named the killed rank, or why it failed."""
     victim = ranks - 1
     options = {**case.options, "victim": victim, "resident_mib": resident_mib}
     with Job(case.label, case.target, ranks, case.launch(ranks), options) as job:

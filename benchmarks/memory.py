@@ -1,4 +1,4 @@
-"""Memory of gradients and their buckets at the peak of a training step, or of a whole training with Adam."""
+"""Peak memory of gradients and their buckets in a training step, or memory of a whole training with Adam."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.units import format_size
 
 STEPS_PER_ROUND = 4
 SAMPLE_EVERY_S = 0.002
-# Freed memory is returned at once, so that memory in use is measured and not what malloc keeps.
+# Freed memory is returned at once, so that the measurement shows memory in use and not what malloc keeps.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -157,13 +157,13 @@ def _report_training(settings: Settings, measured: _Measured) -> Report:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What a job takes beyond what its ranks took before.
+    """The memory of a job, less that of its ranks before.
 
     Attributes:
-        build_bytes: What `build` returned on one rank.
-        peak_bytes: Of all ranks at the worst moment.
-        after_bytes: Of all ranks after a step.
-        samples: How often memory was read.
+        build_bytes: The result of `build` on one rank.
+        peak_bytes: The maximum of all ranks together.
+        after_bytes: The memory of all ranks after a step.
+        samples: How many times memory was read.
     """
 
     build_bytes: int
@@ -173,10 +173,10 @@ class _Sizes:
 
 
 class _Measured:
-    """The memory of each case; cases train one after the other: `build` on each rank, then `train`.
+    """Measures the memory of each case, one case after the other: `build` on each rank, then `train`.
 
     Attributes:
-        sizes: By key, of the cases without a failure.
+        sizes: The sizes of the cases without a failure, by key.
         failures: Why the others failed, by key.
         notes: Which case is absent, and which failed and why.
     """
@@ -200,11 +200,11 @@ class _Measured:
         return not any(case.is_ours and case.key in self.failures for case in self._cases)
 
     def rows(self, cells: Callable[[_Sizes], list[str]], width: int) -> list[list[str]]:
-        """A row for each case."""
+        """Return a row for each case."""
         return rows_of(self._cases, self.sizes, width, lambda key: cells(self.sizes[key]))
 
     def as_data(self, of: Callable[[_Sizes], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Plain values for JSON, by key."""
+        """Return plain values for JSON, by key."""
         failed = {key: {"failure": why} for key, why in self.failures.items()}
         return {**{key: of(sizes) for key, sizes in self.sizes.items()}, **failed}
 
@@ -221,15 +221,15 @@ def _measure(case: Case, settings: Settings) -> _Sizes:
 
 
 def pss_bytes(pids: Sequence[int]) -> int:
-    """Proportional set sizes of processes, summed: PSS charges each page to its users in equal parts."""
+    """Return the sum of the processes' proportional set sizes, which divide a page among its users."""
     return sum(parse_pss(Path(f"/proc/{pid}/smaps_rollup").read_text()) for pid in pids)
 
 
 def parse_pss(rollup: str) -> int:
-    """Bytes of a smaps_rollup file that belong to no file.
+    """Return the bytes in a smaps_rollup file that do not map a file.
 
     Pages of libraries are left out: other programs on the machine share them, so a process's part of them
-    changes when another program starts. Linux before 5.4 does not tell them apart.
+    changes when another program starts. Linux before 5.4 does not distinguish them.
     """
     sizes = {name: value for name, _, value in (line.partition(":") for line in rollup.splitlines())}
     names = ("Pss_Anon", "Pss_Shmem") if "Pss_Shmem" in sizes else ("Pss",)
@@ -273,7 +273,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    "memory that gradients and their buckets take, or a whole training with Adam",
+    "memory of gradients and their buckets, or of a whole training with Adam",
     5,
     run,
     lambda given: CASES[given.of],

@@ -1,7 +1,7 @@
-"""An optimizer's step that is sharded over the ranks, beside the whole step on each rank.
+"""An optimizer's step that is sharded over the ranks, compared with the whole step on each rank.
 
-The models of all cases would not fit into memory together. So some of Paceline's cases take turns with those
-that they are compared with, round after round, and then the next ones with the same.
+The models of all cases do not fit into memory together. So some of Paceline's cases take turns, round after
+round, with those that they are compared with; then the other cases take turns with the same ones.
 """
 
 from __future__ import annotations
@@ -97,27 +97,27 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def turns(cases: list[Case]) -> list[list[str]]:
-    """The keys of Paceline's cases, by the turn in which they are measured; at least one turn."""
+    """Return the keys of Paceline's cases in groups that are measured together; at least one group."""
     here = {case.key for case in cases}
     chosen = [[key for key in keys if key in here] for keys in TOGETHER]
     return [keys for keys in chosen if keys] or [[]]
 
 
 class Measured:
-    """One case with one optimizer, beside those that it has taken turns with."""
+    """One case with one optimizer, and the cases that it took turns with."""
 
     def __init__(self, key: str, timings: Mapping[str, Timing]) -> None:
         self.key, self._timings = key, timings
         self.samples = timings[key].samples
 
     def faster_than(self, other: str) -> Interval | None:
-        """The other case's time, divided by this one's."""
+        """Return the other case's time, divided by this one's."""
         if other not in self._timings or other == self.key:
             return None
         return ratio(self._timings[other].samples, self.samples)
 
     def faster_than_zero(self) -> Interval | None:
-        """The same, of the faster one of ZeroRedundancyOptimizer's cases."""
+        """Return the same for the faster of ZeroRedundancyOptimizer's cases."""
         zeros = [key for key in COMPARED if key != "whole" and key in self._timings]
         if self.key in COMPARED or not zeros:
             return None
@@ -125,7 +125,7 @@ class Measured:
 
 
 def table(cases: list[Case], optimizer: str, measured: Mapping[str, Measured]) -> list[list[str]]:
-    """The rows of one optimizer."""
+    """Return the rows of one optimizer."""
 
     def cells(key: str) -> list[str]:
         found = [format_time(slowest_median(measured[key].samples))]
@@ -143,12 +143,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=units.at_least(1),
         default=50,
         metavar="M",
-        help="millions of them (default 50); each takes some 200 bytes of memory in all",
+        help="millions of parameters (default 50); each takes some 200 bytes of memory in all",
     )
 
 
 BENCHMARK = Benchmark(
-    "an optimizer's step that is sharded over the ranks, against all of it on each",
+    "an optimizer's step that is sharded over the ranks, compared with the whole step on each rank",
     15,
     run,
     lambda given: CASES,

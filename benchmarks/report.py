@@ -1,4 +1,4 @@
-"""What a benchmark found: a table, as text, Markdown and JSON; and the machine on which it was measured."""
+"""The result of a benchmark: a table, as text, Markdown and JSON, and the machine that was measured."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Machine:
     """Where and when a benchmark ran.
 
     Attributes:
-        processor: The processor's own name for itself.
-        cores: Cores that this process may use: affinity and cgroup quota counted.
+        processor: The name that the processor reports.
+        cores: Cores that this process may use, by affinity and cgroup quota.
         memory_gib: Memory of the machine.
         load: Load average over a minute, before the benchmark started.
         kernel: Operating system and its release.
         versions: The versions of Python and of the packages that matter.
-        date: UTC, as in ISO 8601.
+        date: UTC, in ISO 8601.
     """
 
     processor: str
@@ -54,13 +54,13 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """Short name for file names, as `xeon-2.50ghz-2c`."""
+        """Short name for file names, such as `xeon-2.50ghz-2c`."""
         words = re.sub(r"\((R|TM)\)|@", " ", self.processor).lower().split()
         kept = [word for word in words if word not in {"intel", "amd", "cpu", "processor", "with"}]
         return re.sub(r"[^a-z0-9.-]+", "-", "-".join(kept[:4]) or "machine") + f"-{self.cores}c"
 
     def describe(self) -> str:
-        """Two lines for people."""
+        """Return two lines of text."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
             f"{self.processor}, {self.cores} cores usable, {self.memory_gib} GiB, {self.kernel}\n"
@@ -83,19 +83,19 @@ def _version(package: str) -> str:
 
 @dataclass
 class Report:
-    """The outcome of one benchmark.
+    """The report of one benchmark.
 
     Attributes:
-        theme: Short name, first part of a result's file name.
+        theme: Short name, the first part of the names of its files.
         title: Heading.
-        command: The command that makes it again.
+        command: The command that reproduces it.
         machine: Where it was measured.
         columns: Headings of the table.
-        rows: Its cells; an empty row is a line between two parts.
-        notes: What a reader must know: how to read it, which case was absent or failed, and why.
-        data: Plain values for JSON, every sample included.
-        is_complete: False when something of Paceline failed.
-        text_columns: How many of the first columns hold words, which line up on the left.
+        rows: Cells of the table; an empty row separates two parts.
+        notes: How to read the table, and which case was absent or failed, and why.
+        data: Plain values for JSON, including every sample.
+        is_complete: False if a case of Paceline failed.
+        text_columns: How many of the first columns hold text, which is aligned on the left.
     """
 
     theme: str
@@ -138,7 +138,7 @@ class Report:
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     def write_markdown(self, path: Path) -> Path:
-        """Write the table. In a folder, the file names itself, and a JSON file is written beside it."""
+        """Write the table. If `path` is a folder, choose the file's name, and write a JSON file beside it."""
         if path.is_dir():
             path = path / f"{self.theme}_{self.machine.slug}.md"
             self.write_json(path.with_suffix(".json"))

@@ -1,6 +1,6 @@
 """Runs the cases of a benchmark: starts all of them, then takes one sample of each per round.
 
-A case that fails is taken out, and its error is kept for the report; the others go on.
+A case that fails is removed, and the report shows its error; the others go on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.launch.topology import read_machine
 BEFORE = "before_"
 """Prefix of a case's key when it runs with the Paceline of `--before`."""
 
-# Gradients are allocated anew in each step. By default malloc returns large blocks to the kernel, and the
-# page faults that follow take longer than what is measured, by chance in some cases and not in others.
+# Gradients are allocated anew in each step. By default malloc returns large blocks to the kernel, and in some
+# cases, by chance, the page faults that follow take longer than the measured code.
 STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
@@ -36,19 +36,19 @@ def unbound(ranks: int) -> Launch:
 
 
 def bound(ranks: int) -> Launch:
-    """Ranks on cores of their own where there are enough, as with `paceline run`."""
+    """Ranks bound to cores of their own if there are enough, as with `paceline run`."""
     machine = read_machine()
     cores = None if machine.is_cut_by_quota else assign_cores(machine.cpus, ranks)
     return Launch(cores=tuple(cores or ()))
 
 
 def no_torch() -> str:
-    """Why cases that need torch can't run, or ""."""
+    """Return why cases that need torch can't run, or ""."""
     return "" if importlib.util.find_spec("torch") else "torch is not installed"
 
 
 def no_paddle() -> str:
-    """Why cases that need PaddlePaddle can't run, or ""."""
+    """Return why cases that need PaddlePaddle can't run, or ""."""
     return "" if importlib.util.find_spec("paddle") else "PaddlePaddle is not installed"
 
 
@@ -59,11 +59,11 @@ class Case:
     Attributes:
         key: Name on the command line and in JSON.
         label: Name in tables.
-        target: `module:class` of the object that each rank makes.
+        target: `module:class` of the object that each rank creates.
         options: Keyword arguments for it.
-        missing: Returns why it can't run here, or "".
+        missing: Returns why the case can't run here, or "".
         launch: Returns how to start its processes, given the number of ranks.
-        processes: Number of processes; 0: as many as the user wants ranks.
+        processes: Number of processes; 0: the number of ranks that the user asked for.
     """
 
     key: str
@@ -76,11 +76,11 @@ class Case:
 
     @property
     def is_ours(self) -> bool:
-        """Whether a failure of it is a failure of this version of Paceline."""
+        """Whether a failure of this case is a failure of this version of Paceline."""
         return self.key.startswith("paceline")
 
     def with_python(self, python: str) -> Case:
-        """The same case with the Paceline that another interpreter has installed."""
+        """The same case with the Paceline that is installed in another interpreter."""
         return replace(
             self,
             key=f"{BEFORE}{self.key}",
@@ -91,14 +91,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What the command line needs to know of a benchmark.
+    """The description of a benchmark for the command line.
 
     Attributes:
         help: What it measures.
         rounds: Default of `--rounds`.
         run: Measures, given the settings and the parsed arguments.
-        cases: Returns the cases, given the parsed arguments; raises ConfigError where these are wrong.
-        add_arguments: Declares its own arguments.
+        cases: Returns the cases, given the parsed arguments; raises ConfigError if these are wrong.
+        add_arguments: Declares the benchmark's own arguments.
         environment: Returns the environment of all cases, given the parsed arguments.
         has_ranks: Whether there is an option `--ranks`.
         has_starts: Whether there is an option `--starts`.
@@ -116,16 +116,16 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
+    """The settings of one run.
 
     Attributes:
         cases: The cases to run.
         ranks: Number of processes of each case.
         rounds: Number of samples of each case.
-        command: The command that makes the same report again.
-        show: Called with a line about the progress.
+        command: The command that reproduces the report.
+        show: Called with each line of progress.
         environment: Environment variables of all cases.
-        starts: How often the processes of all cases are started anew for each measurement.
+        starts: How many times the processes of all cases are started for each measurement.
         machine: The machine, and its load before the benchmark.
     """
 
@@ -139,7 +139,7 @@ class Settings:
     machine: Machine = field(default_factory=Machine.here)
 
     def able(self) -> tuple[list[Case], list[str]]:
-        """The cases that can run here, and a note on each of the others."""
+        """Return the cases that can run here, and a note on each of the others."""
         absent = [f"{case.label} is absent: {case.missing()}." for case in self.cases if case.missing()]
         return [case for case in self.cases if not case.missing()], absent
 
@@ -155,7 +155,7 @@ class Settings:
         is_complete: bool,
         text_columns: int = 1,
     ) -> Report:
-        """The report of a benchmark with these settings; the arguments are those of `Report`."""
+        """Make the report of a benchmark with these settings; the arguments are those of `Report`."""
         data = {"ranks": self.ranks, "rounds": self.rounds, **data}
         return Report(
             theme, title, self.command, self.machine, columns, rows, notes, data, is_complete, text_columns
@@ -170,15 +170,15 @@ def check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None
 
 
 def choose(cases: Sequence[Case], only: Sequence[str], before: str = "") -> tuple[Case, ...]:
-    """The cases with the keys `only`, or all.
+    """Return the cases with the keys `only`, or all cases.
 
     Args:
         cases: All cases of a benchmark.
         only: Keys of the cases to run; empty: all.
-        before: An interpreter that has another version of Paceline: each of our cases runs with it, too.
+        before: An interpreter with another version of Paceline: each of our cases also runs with it.
 
     Raises:
-        ConfigError: There is no such case.
+        ConfigError: A key in `only` is unknown.
     """
     check_names("--only", only, [case.key for case in cases])
     chosen = [case for case in cases if not only or case.key in only]
@@ -191,7 +191,7 @@ def choose(cases: Sequence[Case], only: Sequence[str], before: str = "") -> tupl
 
 @dataclass
 class Timing:
-    """The samples of one case: `samples[rank][round]`, seconds per call; each start has as many."""
+    """The samples of one case: `samples[rank][round]`, in seconds per call; equally many for each start."""
 
     iterations: int
     samples: list[list[float]]
@@ -199,7 +199,7 @@ class Timing:
 
 
 class _Running:
-    """A case and its job; remembers why it failed."""
+    """A case, its job, and why it failed."""
 
     def __init__(self, case: Case, ranks: int, environment: Mapping[str, str]) -> None:
         self.case = case
@@ -219,7 +219,7 @@ class _Running:
             self.attempt(lambda job: job.start(), "start")
 
     def attempt(self, action: Callable[[Job], Any], during: str) -> Any:
-        """Do something with the job; if it fails, keep the reason, end the job and return None."""
+        """Call `action` with the job. If that fails, keep the reason, end the job and return None."""
         if self.failure:
             return None
         try:
@@ -238,7 +238,7 @@ class _Running:
 
 
 class Runner:
-    """The started cases of a benchmark. Use with `with`; ends every process that it started.
+    """The started cases of a benchmark, as a context manager that ends every process that it started.
 
     Attributes:
         running: The cases that could be started here.
@@ -293,7 +293,7 @@ class Runner:
         return not any(each.failure and each.case.is_ours for each in self.running)
 
     def notes(self) -> list[str]:
-        """Notes for every report: changes since `--before`, too few cores, and absent and failed cases."""
+        """Return notes for every report: changes since `--before`, too few cores, absent and failed cases."""
         settings, cores = self._settings, read_machine().num_cores
         notes = [*self._changes]
         if settings.ranks > cores:
@@ -307,20 +307,20 @@ class Runner:
         return notes + [f"{label} failed: {why}" for label, why in self.failures.items()]
 
     def among(self, keys: Iterable[str]) -> Runner:
-        """A runner of those of the cases that have these keys. Ending it ends no process."""
+        """Return a runner of the cases with these keys. Leaving its context ends no process."""
         chosen = set(keys)
         some = copy.copy(self)
         some.running = [each for each in self.running if each.case.key.removeprefix(BEFORE) in chosen]
         return some
 
     def prepare(self, during: str, **arguments: Any) -> dict[str, list[Any]]:
-        """Have every case prepare what is measured next, now and after each restart."""
+        """Let every case prepare the next measurement, now and after each restart."""
         self._settings.show(f"{during}: checking results")
         self._prepare = lambda: self.on_all("prepare", during, **arguments)
         return self.on_all("prepare", during, **arguments)
 
     def on_all(self, method: str, during: str, **arguments: Any) -> dict[str, list[Any]]:
-        """Call a method on every case, one after the other; results by key of the cases without a failure."""
+        """Call a method on every case in turn; return the results of those without a failure, by key."""
         results = {}
         for each in self.running:
             result = each.attempt(
@@ -331,25 +331,25 @@ class Runner:
         return results
 
     def take_out_unequal(self, facts: Mapping[str, list[dict[str, Any]]], what: str) -> None:
-        """Take out the cases whose ranks have different digests; `alone` has, because it averages nothing."""
+        """Remove cases whose ranks have different digests, except `alone`, which averages nothing."""
         for each in self.running:
             digests = {fact["digest"] for fact in facts.get(each.case.key, [])}
             if len(digests) > 1 and each.case.key != "alone":
                 each.take_out(f"{what} differ between ranks")
 
     def take_out(self, key: str, why: str) -> None:
-        """Take out one case."""
+        """Remove one case."""
         for each in self.running:
             if each.case.key == key:
                 each.take_out(why)
 
     def measure(self, during: str, sample_s: float, at_most: int = 10_000) -> dict[str, Timing]:
-        """Time every case in turn, round after round; by key, of the cases without a failure.
+        """Time every case in turn, round after round; return the timings of those without a failure, by key.
 
         Args:
             during: What is measured, for progress and notes.
-            sample_s: Seconds that a sample is to take.
-            at_most: Most calls of one sample.
+            sample_s: Intended length of a sample in seconds.
+            at_most: The maximum number of calls in one sample.
         """
         settings = self._settings
         timings: dict[str, Timing] = {}
@@ -373,8 +373,8 @@ class Runner:
     def _note_changes(self, during: str, timings: Mapping[str, Timing]) -> None:
         """Compare our cases with those of `--before`.
 
-        The interval is the 95 % confidence interval over rounds; with several starts, the smallest and the
-        largest of their medians.
+        The interval is the 95 % confidence interval over rounds; with several starts, it reaches from the
+        smallest to the largest of their medians.
         """
         for case in self.cases:
             now, before = timings.get(case.key), timings.get(f"{BEFORE}{case.key}")
@@ -409,13 +409,13 @@ def rows_of(
     cells: Callable[[str], list[str]],
     heading: str = "",
 ) -> list[list[str]]:
-    """A row of a table for each case: its label and `cells(key)`, or "failed" where it was not measured.
+    """Return a table row for each case: its label and `cells(key)`, or "failed" if it was not measured.
 
     Args:
         cases: The cases.
-        measured: Has the keys of the cases without a failure.
+        measured: Contains the keys of the cases without a failure.
         width: Number of cells after the label.
-        cells: Makes the cells of a case.
+        cells: Returns the cells of a case.
         heading: First cell of the first row; empty: rows begin with the label.
     """
     rows: list[list[str]] = []
@@ -426,11 +426,11 @@ def rows_of(
     return rows
 
 
-_shown = ""  # what stood before the colon of the last line of progress
+_shown = ""  # the text before the colon of the last line of progress
 
 
 def show_progress(text: str) -> None:
-    """Show progress: on a terminal in one line, elsewhere a line for each thing that is measured."""
+    """Show progress: on a terminal in one line, elsewhere one line for each measurement."""
     global _shown
     what = text.partition(":")[0]
     if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Pure arithmetic of the benchmarks: how often to repeat a call, and what follows from the samples.
+"""Arithmetic of the benchmarks: how often to repeat a call, and statistics of the samples.
 
 A sample is the time of one call (or step) on one rank in one round: `samples[rank][round]`, in seconds.
 """
@@ -28,7 +28,7 @@ Samples = Sequence[Sequence[float]]
 
 
 def iterations_for(seconds_per_call: float, sample_s: float, at_most: int) -> int:
-    """How many calls make a sample of about `sample_s`, at least 1.
+    """Return how many calls make a sample of about `sample_s` seconds, at least 1.
 
     Example:
         >>> iterations_for(0.001, 0.02, 10_000)
@@ -38,20 +38,20 @@ def iterations_for(seconds_per_call: float, sample_s: float, at_most: int) -> in
 
 
 def slowest_median(samples: Samples) -> float:
-    """The median over rounds of each rank, then that of the slowest rank, which all others wait for."""
+    """Return the median over rounds of the slowest rank, for which all others wait."""
     return max(statistics.median(rounds) for rounds in samples)
 
 
 def slowest_by_round(samples: Samples) -> list[float]:
-    """The slowest rank's time of each round."""
+    """Return the slowest rank's time in each round."""
     return [max(ranks) for ranks in zip(*samples, strict=True)]
 
 
 def overhead(with_it: Samples, alone: Samples) -> Interval:
-    """What synchronising adds to a step: the median over rounds of (with it - alone).
+    """Return the time that synchronising adds to a step: the median over rounds of (with it - alone).
 
     The two are subtracted round by round before the median is taken, because they ran within the same
-    second: another program that slows the machine for a minute then cancels out.
+    second: the effect of another program that slows the machine for a minute cancels out.
 
     Example:
         Two ranks, three rounds; alone takes 1.0, 2.0, 1.0 and with synchronisation 1.5, 2.5, 1.7: 0.5.
@@ -60,14 +60,14 @@ def overhead(with_it: Samples, alone: Samples) -> Interval:
 
 
 def ratio(of: Samples, to: Samples, starts: int = 1) -> Interval:
-    """One time as a part of another: the median over rounds, divided round by round.
+    """Return the ratio of two times: divided round by round, then the median over rounds.
 
     Args:
-        of: The samples of the one.
-        to: The samples of the other.
-        starts: How often the processes were started, with as many rounds each. With more than one, it is
-            the median of the starts' medians, and from the smallest to the largest of them: rounds of one
-            start do not show how the next one will turn out.
+        of: The samples of the numerator.
+        to: The samples of the denominator.
+        starts: How many times the processes were started, with the same number of rounds each. With more than
+            one, the result is the median of the starts' medians, and the interval reaches from the smallest
+            to the largest of them: the rounds of one start do not predict the next start.
 
     Example:
         Two ranks, three rounds; 1.1, 2.2, 1.0 to 1.0, 2.0, 1.0: 1.1.
@@ -81,10 +81,10 @@ def ratio(of: Samples, to: Samples, starts: int = 1) -> Interval:
 
 
 def overhead_cells(key: str, ours: Interval | None, theirs: Interval | None) -> list[str]:
-    """Overhead, its interval, and their overhead over ours: no larger than the samples allow to claim.
+    """Return the overhead, its interval, and their overhead over ours, no larger than the samples support.
 
     Args:
-        key: The case; there is a ratio for cases of Paceline only.
+        key: The case; only cases of Paceline get a ratio.
         ours: Its overhead; None: unknown.
         theirs: The overhead of the library that it is compared with.
     """
@@ -95,5 +95,5 @@ def overhead_cells(key: str, ours: Interval | None, theirs: Interval | None) -> 
         return [*cells, "-"]
     if ours.low > 0:
         return [*cells, format_ratio(theirs.median / ours.median)]
-    # Ours can't be told from zero: only a lower bound of the ratio is known.
+    # Our overhead is not distinguishable from zero: only a lower bound of the ratio is known.
     return [*cells, f"> {format_ratio(theirs.median / ours.high)}" if ours.high > 0 else "no overhead"]

@@ -1,8 +1,8 @@
 """The time of a whole launch of a program that wraps a small model and ends.
 
-Each sample is a whole launch, as a user makes it, so that it includes what a launcher does before the program
-and what Python does after it. Beside them stands one process that imports torch, the least that any of them
-can take, and the parts of the imports from `python -X importtime`.
+Each sample is a whole launch, as a user makes it, so it includes the launcher's work before the program and
+Python's work after it. For comparison, one process imports torch, which is the minimum for all of them, and
+`python -X importtime` shows the parts of the imports.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         for name, text in _PROGRAMS.items():
             _program(folder, name).write_text(text)
-        for number in range(-1, settings.rounds):  # the first one warms files up, and is not counted
+        for number in range(-1, settings.rounds):  # the first one fills the file cache and is not counted
             for case in cases:
                 if case.key in failures:
                     continue
@@ -122,7 +122,7 @@ class _Failed(Exception):
 
 
 def _start(case: Case, settings: Settings, folder: str) -> dict[str, float]:
-    """One launch: its seconds, and those of the processors."""
+    """Make one launch, and return its seconds and its processor time."""
     launcher, program = case.options["launcher"], case.options["program"]
     launch, ranks = case.launch(settings.ranks), 1 if launcher == "none" else settings.ranks
     arguments = [part.format(ranks=ranks) for part in _LAUNCHERS[launcher]]
@@ -147,7 +147,7 @@ def _program(folder: str, name: str) -> Path:
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    # As a user has it: with compiled modules, and as many threads as a launcher gives.
+    # As for a user: with compiled modules, and the launcher's number of threads.
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**environment, **added}
 
@@ -170,9 +170,9 @@ class Import:
 
     Attributes:
         name: The name of the module.
-        own_s: Seconds that its code took.
-        total_s: The same with what it imported.
-        depth: How many modules were being imported around it.
+        own_s: Seconds that its own code took.
+        total_s: The same, including its imports.
+        depth: How many modules were importing it, directly or through others.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Import:
 
 
 def parse_import_times(text: str) -> list[Import]:
-    """The lines of `python -X importtime`: a module comes after those that it imported.
+    """Parse the lines of `python -X importtime`: a module comes after those that it imported.
 
     Example:
         >>> parse_import_times("import time:       161 |        242 |   _io")
@@ -205,7 +205,7 @@ def _imports() -> list[Import]:
 
 
 def _describe(imports: Iterable[Import]) -> list[str]:
-    """A note on torch's own import, on what Paceline imports besides, and on the slowest modules of that."""
+    """Return a note on torch's own import, on Paceline's further imports, and on the slowest of those."""
     rows = list(imports)
     torch = next((each for each in rows if each.name == "torch" and each.depth == 0), None)
     if torch is None:
@@ -226,7 +226,7 @@ def _describe(imports: Iterable[Import]) -> list[str]:
 
 
 BENCHMARK = Benchmark(
-    "how long a program that wraps a model and ends takes, launcher and imports included",
+    "time of a program that wraps a model and ends, including launcher and imports",
     10,
     run,
     lambda given: CASES,

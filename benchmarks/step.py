@@ -1,4 +1,4 @@
-"""What data parallelism adds to a training step, beside the framework's own; and what options add to it."""
+"""The time that data parallelism adds to a training step, beside the framework's own, and with options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.units import format_time
 MODELS = {"torch": ("toy", "rl", "mlp", "gpt", "cnn"), "paddle": ("toy", "rl", "deep", "mlp")}
 MODELS_OF_OPTIONS = ("many", "gpt")
 MODELS_OF_VIRTUAL_RANKS = ("toy", "cnn", "gpt")
-# A step of the larger models takes tens of milliseconds; a few of them average out the scheduler.
+# A step of the larger models takes tens of milliseconds; a few of them average out the scheduler's effects.
 SAMPLE_S = 0.1
 
 
@@ -123,7 +123,7 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def run_options(settings: Settings, given: argparse.Namespace) -> Report:
-    """Measure and report what options of DistributedDataParallel add."""
+    """Measure and report the time that options of DistributedDataParallel add."""
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
     with Runner(settings) as runner:
@@ -156,7 +156,7 @@ def run_options(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def run_virtual_ranks(settings: Settings, given: argparse.Namespace) -> Report:
-    """Measure and report what virtual ranks cost beside micro-batches with `no_sync()`."""
+    """Measure and report the cost of virtual ranks, compared with micro-batches and `no_sync()`."""
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
     with Runner(settings) as runner:
@@ -194,7 +194,7 @@ def run_virtual_ranks(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def size_of(facts: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The number of parameters, for a heading: ", 4.2 M parameters"."""
+    """Return the number of parameters for a heading: ", 4.2 M parameters"."""
     if not facts:
         return ""
     count = next(iter(facts.values()))[0]["parameters"]
@@ -203,7 +203,7 @@ def size_of(facts: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def overheads(timings: Mapping[str, Timing]) -> dict[str, Interval]:
-    """What each case adds to a step alone, by key; empty where the step alone was not measured."""
+    """Return what each case adds to a step alone, by key; empty if the step alone was not measured."""
     if "alone" not in timings:
         return {}
     alone = timings["alone"].samples
@@ -280,11 +280,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="of toy,rl,mlp,gpt,cnn, or with paddle toy,rl,deep,mlp (default: all)",
     )
-    add("--system-malloc", action="store_true", help="leave malloc as it is (default: it keeps freed memory)")
+    add("--system-malloc", action="store_true", help="leave malloc alone (default: it keeps freed memory)")
 
 
 BENCHMARK = Benchmark(
-    "what data parallelism adds to a training step",
+    "time that data parallelism adds to a training step",
     30,
     run,
     _cases,
@@ -292,14 +292,14 @@ BENCHMARK = Benchmark(
     lambda given: {} if given.system_malloc else STEADY_MALLOC,
 )
 OPTIONS = Benchmark(
-    "what find_unused_parameters and static_graph add to a step",
+    "time that find_unused_parameters and static_graph add to a step",
     30,
     run_options,
     lambda given: CASES_OF_OPTIONS,
     environment=lambda given: STEADY_MALLOC,
 )
 VIRTUAL_RANKS = Benchmark(
-    "what virtual ranks cost beside micro-batches with no_sync()",
+    "cost of virtual ranks, compared with micro-batches and no_sync()",
     30,
     run_virtual_ranks,
     _cases_of_virtual_ranks,

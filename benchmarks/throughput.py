@@ -1,8 +1,8 @@
 """Samples per second of the same batch, by one process or by several.
 
-`solo` is one rank with the machine to itself. `alone` are all ranks at once that do not train together, and
-lose only what they take from each other (memory bandwidth, shared caches, clock). The cases that train
-together lose the cost of synchronising on top, of which `Statistics.waited_s` is the waiting.
+`solo` is one rank with the machine to itself. `alone` is all ranks at once without synchronisation: they lose
+only what they take from each other (memory bandwidth, shared caches, clock). The other cases also pay for
+synchronisation; `Statistics.waited_s` is the waiting in it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from paceline import units
 from paceline.errors import ConfigError
 from paceline.units import format_time
 
-# The samples of each model's whole batch; every rank gets as many of them.
+# The number of samples in each model's whole batch, which is divided equally among the ranks.
 MODELS = {"rl": 64, "gru": 64, "gpt": 8, "cnn": 32, "mlp-2m": 64, "mlp-4m": 64}
 OPTIMIZERS = {"Adam": False, "Adam, fused": True}
 SAMPLE_S = 0.1
 
 
 def cases_for(ranks: int) -> tuple[Case, ...]:
-    """The cases, for so many ranks."""
+    """Return the cases for this number of ranks."""
 
     def one(key: str, label: str, launch: Any, processes: int = 0, **options: Any) -> Case:
         target = "benchmarks.workers.torch_training:Training"
@@ -77,10 +77,10 @@ class Speed(NamedTuple):
 
 
 def speed(timing: Timing, samples: int) -> Speed:
-    """The throughput of all ranks, which is that of the slowest.
+    """Return the throughput of all ranks, which the slowest rank determines.
 
     Args:
-        timing: Seconds of a step.
+        timing: Seconds per step.
         samples: Number of samples in one step of all ranks together.
 
     Example:
@@ -147,7 +147,7 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 class Measured(NamedTuple):
-    """What was measured of one model and one optimizer."""
+    """The measurements of one model with one optimizer."""
 
     samples: int
     ranks: int
@@ -155,11 +155,11 @@ class Measured(NamedTuple):
     parts: Mapping[str, list[dict[str, float | None]]]
 
     def samples_of(self, key: str) -> int:
-        """Samples of one step in this case: a rank by itself has its part only."""
+        """Return the samples of one step in this case: a rank by itself has only its part of the batch."""
         return self.samples // self.ranks if key == "solo" else self.samples
 
     def faster(self, key: str, than: str) -> Interval | None:
-        """How many times as fast as another case; None: the other was not measured."""
+        """Return how many times as fast as another case this one is; None: the other was not measured."""
         if than not in self.timings:
             return None
         times = ratio(self.timings[than].samples, self.timings[key].samples)
@@ -167,21 +167,21 @@ class Measured(NamedTuple):
         return Interval(*(factor * value for value in (times.median, times.low, times.high)))
 
     def of_ideal(self, key: str) -> float | None:
-        """The throughput as a part of `ranks` times that of a rank by itself."""
+        """Return the throughput, divided by `ranks` times that of a rank by itself."""
         times = self.faster(key, "solo")
         return None if times is None else times.median / self.ranks
 
     def optimizer_s(self, key: str) -> float:
-        """Seconds of a step in the optimizer, of the slowest rank."""
+        """Return the slowest rank's seconds per step in the optimizer."""
         return max(each["optimizer_s"] or 0.0 for each in self.parts[key])
 
     def waited_s(self, key: str) -> float | None:
-        """Seconds of a step waiting for other ranks, the mean over ranks; None: unknown."""
+        """Return the seconds per step of waiting for other ranks, as the mean over ranks; None: unknown."""
         known = [each["waited_s"] for each in self.parts[key] if each["waited_s"] is not None]
         return sum(known) / len(known) if known else None
 
     def cells(self, key: str) -> list[str]:
-        """The row of a case."""
+        """Return the row of a case."""
         timing = self.timings[key]
         found = speed(timing, self.samples_of(key))
         is_part = key == "solo"
@@ -201,7 +201,7 @@ class Measured(NamedTuple):
         ]
 
     def as_data(self, model: str, optimizer: str) -> list[dict[str, Any]]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return [
             {
                 "model": model,

@@ -1,7 +1,7 @@
-"""What recording its backwards adds to a training step.
+"""The time that recording its backwards adds to a training step.
 
-The same processes make all samples, now with and now without a recording: two processes differ by more than
-a recording costs.
+The same processes take all samples, with and without a recording in turn, because two processes differ by
+more than the cost of a recording.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def _check(runner: Runner, model: str) -> None:
-    """Take the case out unless all kinds of recording give the same gradients on all ranks."""
+    """Remove the case unless all kinds of recording give the same gradients on all ranks."""
     for key, each in runner.on_all("digests", model, recordings=list(RECORDINGS)).items():
         if len({digest for digests in each for digest in digests.values()}) > 1:
             runner.take_out(key, f"{model}: gradients differ between ranks, or with a recording")
 
 
 def _measure(runner: Runner, model: str, settings: Settings, sample_s: float) -> dict[str, list[list[float]]]:
-    """Seconds of each step: of each kind of recording, `[rank][round]`; empty: it failed."""
+    """Return the seconds per step for each kind of recording, as `[rank][round]`; empty: it failed."""
 
     def sample(key: str, iterations: int) -> list[float]:
         taken = runner.on_all("time_in", model, recording=key, iterations=iterations).get("paceline", [])
@@ -135,12 +135,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=units.positive("seconds"),
         default=0.03,
         metavar="S",
-        help="length of a sample (default 0.03: many short ones tell small differences from noise)",
+        help="seconds of a sample (default 0.03: many short ones separate small differences from noise)",
     )
 
 
 BENCHMARK = Benchmark(
-    "what recording its backwards adds to a training step",
+    "time that recording its backwards adds to a training step",
     200,
     run,
     _cases,

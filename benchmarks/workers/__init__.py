@@ -1,2 +1,2 @@
-"""What runs in the processes of a case. A worker uses the public names of Paceline, so that it can measure
-other versions, too (`--before`)."""
+"""The code in the processes of a case. A worker uses public names of Paceline, so that it can also measure
+other versions (`--before`)."""

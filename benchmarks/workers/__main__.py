@@ -1,7 +1,7 @@
-"""One rank of one case: makes the worker's object and calls its methods, until the runner's socket closes.
+"""One rank of one case: creates the worker's object and calls its methods, until the runner's socket closes.
 
-Started as `python -m benchmarks.workers SOCKET` by any launcher. Every command has a time limit, at which
-this process writes its stacks and ends by itself, even when it is stuck in C++.
+Any launcher starts it as `python -m benchmarks.workers SOCKET`. Every command has a time limit, at which this
+process writes its stacks and ends by itself, even if it is stuck in C++.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
 
 
 def main(path: str) -> None:
-    """Connect to the socket at `path`, then run the commands that come."""
+    """Connect to the socket at `path`, then run the commands that arrive."""
     cores = os.environ.get("BENCHMARK_CORES")
     if cores:  # before any library starts threads, which inherit it
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -69,6 +69,6 @@ def _send(stream: Any, message: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    # What a case left running (threads, a half-closed group) must not keep the process.
+    # Whatever a case left running (threads, a half-closed group) must not keep the process alive.
     sys.stdout.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""All-reduces of float32, sum, in place: Paceline, torch.distributed, and Open MPI through mpi4py.
+"""In-place all-reduces of float32 sums: Paceline, torch.distributed, and Open MPI through mpi4py.
 
-Each class imports what it measures, so that one without torch measures without it.
+Each class imports the library that it measures, so that classes without torch run without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def pattern(count: int, scale: int) -> Array:
-    """1, 2, ..., 7, 1, 2, ... times `scale`: sums of it are exact in float32, and a shifted chunk shows."""
+    """Return 1, 2, ..., 7, 1, 2, ... times `scale`: sums are exact in float32 and reveal a shifted chunk."""
     return ((np.arange(count) % 7 + 1) * scale).astype(np.float32)
 
 
@@ -35,7 +35,7 @@ def check_sum(got: Array, world_size: int, who: str) -> None:
 
 
 def time_calls(call: Callable[[], Any], iterations: int) -> float:
-    """Seconds that `iterations` calls take. One more before them, untimed, brings the ranks together."""
+    """Return the seconds of `iterations` calls, after one untimed call that synchronizes the ranks."""
     call()
     start = time.perf_counter()
     for _ in range(iterations):
@@ -44,7 +44,7 @@ def time_calls(call: Callable[[], Any], iterations: int) -> float:
 
 
 class _OnNumpy:
-    """A float32 array whose sum is checked once; then all-reduces of zeros are timed."""
+    """Checks one all-reduce of a float32 array, then times all-reduces of zeros."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -52,13 +52,13 @@ class _OnNumpy:
         self._call: Callable[[], Any] = lambda: None
 
     def prepare(self, nbytes: int) -> None:
-        """Make the array and check one all-reduce."""
+        """Allocate the array and check one all-reduce."""
         array = self._allocate(nbytes // 4)
         self._call = self._bind(array)
         array[:] = pattern(array.size, self._rank + 1)
         self._call()
         check_sum(array, self._world_size, type(self).__name__)
-        array[:] = 0  # sums of sums would soon be infinite
+        array[:] = 0  # repeated sums would soon be infinite
 
     def time(self, iterations: int) -> float:
         """Seconds for `iterations` all-reduces."""
@@ -89,7 +89,7 @@ class PacelineAnyArray(_OnNumpy):
 
 
 class PacelineInRegion(PacelineAnyArray):
-    """Paceline on an array that lives in the region: no copy."""
+    """Paceline on an array in the region: no copy."""
 
     def _allocate(self, count: int) -> Array:
         array: Array = self._group.allocate((count,), np.float32)
@@ -97,7 +97,7 @@ class PacelineInRegion(PacelineAnyArray):
 
 
 class OpenMpi(_OnNumpy):
-    """MPI_Allreduce in place, by whatever mpi4py is bound to."""
+    """MPI_Allreduce in place, with the MPI library that mpi4py uses."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -108,7 +108,7 @@ class OpenMpi(_OnNumpy):
         self._mpi = MPI
 
     def close(self) -> None:
-        """Let mpirun end without a complaint."""
+        """Finalize MPI, without which mpirun reports an error."""
         self._mpi.Finalize()
 
     def _bind(self, array: Array) -> Callable[[], Any]:
@@ -132,7 +132,7 @@ class Gloo:
         self._all_reduce: Callable[[torch.Tensor], Any] = torch.distributed.all_reduce
 
     def prepare(self, nbytes: int) -> None:
-        """Make the tensor and check one all-reduce."""
+        """Create the tensor and check one all-reduce."""
         import torch
 
         self._tensor = torch.from_numpy(pattern(nbytes // 4, self._rank + 1))
@@ -162,13 +162,13 @@ class DeepSpeed(Gloo):
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
-        # Part of the name of its shared memory, alike on all ranks and unlike in other jobs.
+        # Part of the name of its shared memory: the same on all ranks, and different in other jobs.
         os.environ |= {"LOCAL_SIZE": str(world_size), "MASTER_PORT": str(os.getppid())}
         import deepspeed.comm as comm
         import torch
 
         comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        # Without it, DeepSpeed makes this call over torch's group, and says nothing.
+        # Without it, DeepSpeed silently makes this call over torch's process group.
         if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
             raise RuntimeError("DeepSpeed could not load deepspeed_shm_comm")
         self._all_reduce = comm.inference_all_reduce

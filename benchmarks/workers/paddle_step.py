@@ -1,7 +1,7 @@
 """One training step of a Paddle model: alone, in paddle.DataParallel, and in Paceline's.
 
-A step is what users write: clear_grad(), forward, loss, backward(), SGD. Gradients are checked before
-anything is timed, against the mean over all ranks' batches computed here without any communication.
+A step is what users write: clear_grad(), forward, loss, backward(), SGD. Before anything is timed, gradients
+are compared with the mean over all ranks' batches, computed here without communication.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline.paddle import DataParallel
 
 Batch = tuple[paddle.Tensor, paddle.Tensor]
 _MODELS: dict[str, tuple[list[int], int]] = {
-    # Widths of the layers, and samples of a rank's batch.
+    # Widths of the layers, and number of samples in a rank's batch.
     "toy": ([10, 10, 1], 10),  # as in Paddle's documentation
     "rl": ([64, 256, 256, 8], 64),
-    "deep": ([64] * 23, 32),  # 43 parameters: what a parameter costs
+    "deep": ([64] * 23, 32),  # 43 parameters: shows the cost per parameter
     "mlp": ([1024] * 5, 32),
 }
 
@@ -36,7 +36,7 @@ class Step:
         rank: This rank.
         world_size: Number of ranks.
         variant: `alone`, `paddle` or `paceline`.
-        options: Further arguments of the two DataParallel.
+        options: Further arguments of the DataParallel.
     """
 
     def __init__(self, rank: int, world_size: int, variant: str, **options: Any) -> None:
@@ -48,7 +48,7 @@ class Step:
             _form_group(rank, world_size)
 
     def prepare(self, model: str) -> dict[str, Any]:
-        """Build and wrap the model and check one backward; returns its size and its gradients' digest."""
+        """Build and wrap the model and check one backward; return its size and its gradients' digest."""
         layer = _seeded(model)
         self._layer = self._wrap(layer)
         self._inputs, self._targets = _batch_of(model, self._rank)
@@ -65,7 +65,7 @@ class Step:
         }
 
     def time(self, iterations: int) -> float:
-        """Seconds for `iterations` steps, after one that brings the ranks together."""
+        """Return the seconds of `iterations` steps, after one untimed step that synchronizes the ranks."""
         return time_calls(self._step, iterations)
 
     def _wrap(self, layer: nn.Layer) -> nn.Layer:
@@ -89,7 +89,7 @@ def _form_group(rank: int, world_size: int) -> None:
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(world_size),
         "PADDLE_MASTER": f"{address}:{port}",
-        "PADDLE_CURRENT_ENDPOINT": f"{address}:{int(port) + 1 + rank}",  # a name: nobody listens there
+        "PADDLE_CURRENT_ENDPOINT": f"{address}:{int(port) + 1 + rank}",  # a name only: nothing listens there
         "PADDLE_DISTRI_BACKEND": "gloo",
     }
     dist.init_parallel_env()

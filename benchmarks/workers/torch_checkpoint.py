@@ -1,4 +1,4 @@
-"""A training run whose state is saved: how long a step is held up, beside one copy of the state."""
+"""A training run whose state is saved: how long that delays a step, compared with one copy of the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYER = 1_000_000
 
 
 class SavedRun:
-    """A rank that trains with Adam, and saves.
+    """A rank that trains with Adam and saves its state.
 
     Args:
         rank: This rank.
@@ -30,14 +30,14 @@ class SavedRun:
         form_group("gloo", rank, world_size)
         self._folder = tempfile.TemporaryDirectory()
         folders = [self._folder.name]
-        dist.broadcast_object_list(folders, 0)  # one for all, so that rank 0 alone writes
+        dist.broadcast_object_list(folders, 0)  # the same folder for all ranks, so that rank 0 alone writes
         self._path = folders[0]
 
     def prepare(self, layers: int) -> int:
-        """Train a step of a model with so many layers of 1,000,000 parameters, save it, and make a copy.
+        """Train one step of a model with `layers` layers of 1,000,000 parameters, save it, and make a copy.
 
         Returns:
-            The bytes of the state, on rank 0.
+            The size of the state in bytes, on rank 0.
         """
         ddp: Any = wrap("paceline", nn.ParameterList([torch.randn(_LAYER) for _ in range(layers)]))
         optimizer = torch.optim.Adam(ddp.parameters(), fused=True)
@@ -53,8 +53,8 @@ class SavedRun:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def time_both(self) -> dict[str, float]:
-        """Seconds of a copy of the state to memory that is there, and of a step that saves."""
-        self._checkpointer.save()  # waits for what is being written; there is nothing new to save
+        """Return the seconds of a copy of the state to allocated memory, and of a step that saves."""
+        self._checkpointer.save()  # waits for the last write; there is nothing new to save
         began = time.perf_counter()
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.copy_(tensor)

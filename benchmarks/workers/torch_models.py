@@ -1,4 +1,4 @@
-"""The models that are trained, with batches from a seed; the group, the wrappers and the optimizers."""
+"""Models with batches from a seed, and the process group, the wrappers and the optimizers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Model:
     """A model and its data.
 
     Attributes:
-        build: Makes the module; call under a fixed seed.
-        batch: Makes a rank's inputs and targets from a generator seeded with the rank.
+        build: Creates the module; call it under a fixed seed.
+        batch: Creates a rank's inputs and targets from a generator seeded with the rank.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
 
     def seeded(self) -> nn.Module:
-        """The module with the same weights wherever it is called."""
+        """Return the module, with the same weights at each call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.build()
 
     def batch_of(self, rank: int) -> Batch:
-        """The batch that this rank trains on."""
+        """Return the batch that this rank trains on."""
         return self.batch(torch.Generator().manual_seed(1000 + rank))
 
 
@@ -114,12 +114,12 @@ MODELS = {
     "rl": Model(lambda: _mlp([64, 256, 256, 8], nn.Tanh), _normal((64, 64), (64, 8))),
     "mlp": Model(lambda: _mlp([1024] * 5, nn.ReLU), _normal((32, 1024), (32, 1024))),
     "gpt": Model(lambda: _stack(256, 6), _normal((4, 64, 256), (4, 64, 256))),
-    # 300 parameters of a few elements each: what is left is the cost of each gradient's hook.
+    # 300 parameters of a few elements each, so that the cost of each gradient's hook dominates.
     "many": Model(lambda: _mlp([8] * 151, nn.Tanh), _normal((4, 8), (4, 8))),
     "cnn": Model(_cnn, _normal((16, 3, 32, 32), (16, 10))),
 }
 
-# For `throughput`. The batch is that of all ranks together, and each takes its part of it.
+# For `throughput`: the batch of all ranks together, of which each takes its part.
 WHOLE_BATCHES = {
     "rl": Model(MODELS["rl"].build, _normal((64, 64), (64, 8))),
     "gru": Model(lambda: _Gru(32, 128, 8), _normal((64, 32, 32), (64, 8))),
@@ -135,23 +135,23 @@ WIDE_BYTES = 4 * _LAYERS * (_WIDTH * _WIDTH + _WIDTH)
 
 
 def wide() -> nn.Module:
-    """Four layers of 16 MiB, for measurements of memory."""
+    """Return four layers of 16 MiB, for measurements of memory."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
 
 
 def narrow() -> nn.Module:
-    """A small model with the inputs and outputs of `wide()`."""
+    """Return a small model with the inputs and outputs of `wide()`."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(_WIDTH, 1), nn.Linear(1, _WIDTH))
 
 
 def form_group(backend: str, rank: int, world_size: int) -> None:
-    """Form torch's default group of this job, with the backend `gloo` or `paceline`."""
+    """Form torch's default process group of this job, with the backend `gloo` or `paceline`."""
     if backend == "paceline":
         import paceline.torch  # noqa: F401  (registers it)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # A file and not a port, which another process could take between choosing and binding it.
+    # A file rather than a port, which another process could take before it is bound.
     store = Path(os.environ["BENCHMARK_DIRECTORY"], "store")
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=LIMIT
@@ -159,7 +159,7 @@ def form_group(backend: str, rank: int, world_size: int) -> None:
 
 
 def wrap(wrapper: str, module: nn.Module, **options: Any) -> nn.Module:
-    """The module, or its wrapper.
+    """Return the module, wrapped if `wrapper` asks for it.
 
     Args:
         wrapper: `none`, `torch` for torch's DistributedDataParallel, or `paceline` for Paceline's.
@@ -178,7 +178,7 @@ def wrap(wrapper: str, module: nn.Module, **options: Any) -> nn.Module:
 def make_optimizer(
     variant: str, parameters: Iterable[torch.Tensor], kind: type[torch.optim.Optimizer], **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer whose whole step each rank makes, or a part of it.
+    """Return an optimizer whose step every rank makes in full, or that is sharded.
 
     Args:
         variant: `whole`; `zero` for torch's ZeroRedundancyOptimizer; or `paceline` for Paceline's
@@ -190,7 +190,7 @@ def make_optimizer(
     if variant == "whole":
         return kind(parameters, **options)
     if variant == "zero":
-        with warnings.catch_warnings():  # torch's, about itself
+        with warnings.catch_warnings():  # torch warns about its own code
             warnings.simplefilter("ignore")
             from torch.distributed.optim import ZeroRedundancyOptimizer
         return ZeroRedundancyOptimizer(parameters, kind, **options)

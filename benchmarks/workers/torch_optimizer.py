@@ -1,4 +1,4 @@
-"""An optimizer's step of large parameters: the whole of it on each rank, or a part."""
+"""An optimizer's step on large parameters: the whole step on each rank, or a sharded one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CHECKED_STEPS = 3
 
 
 class OptimizerStep:
-    """A rank that makes AdamW's steps; the gradients are there and stay.
+    """A rank that makes steps of AdamW with fixed gradients.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         variant: `whole`, on every rank; `zero`, torch's ZeroRedundancyOptimizer; `paceline`; `one_model`,
             Paceline's on parameters that the ranks share; or `scatter`, on such parameters, where a rank gets
-            its part of the gradients.
-        options: Further arguments of the optimizer that is sharded.
+            only its shard of the gradients.
+        options: Further arguments of the sharded optimizer.
     """
 
     def __init__(self, rank: int, world_size: int, variant: str, **options: Any) -> None:
@@ -38,14 +38,14 @@ class OptimizerStep:
         form_group("gloo", rank, world_size)
 
     def prepare(self, layers: int, fused: bool, with_backward: bool = False) -> dict[str, Any]:
-        """Check a few steps of a small model, bit for bit, and make the large one.
+        """Check a few steps of a small model, bit for bit, and create the large one.
 
         Args:
-            layers: How many, with 1,025,000 parameters each.
+            layers: Number of layers, with 1,025,000 parameters each.
             fused: Use torch's fused kernel.
-            with_backward: A step begins with zero_grad() and a backward, whose gradients are averaged.
+            with_backward: Whether a step begins with zero_grad() and a backward that averages gradients.
         """
-        for name in ("_step", "_model"):  # the memory of an earlier part goes first
+        for name in ("_step", "_model"):  # first free the memory of an earlier measurement
             self.__dict__.pop(name, None)
         _give_back()
         expected, parameters = _parameters(2), _parameters(2)
@@ -71,7 +71,7 @@ class OptimizerStep:
         return {"parameters": sum(p.numel() for p in parameters), "digest": digest.hexdigest()}
 
     def time(self, iterations: int) -> float:
-        """Seconds for `iterations` steps, after one that brings the ranks together."""
+        """Return the seconds of `iterations` steps, after one untimed step that synchronizes the ranks."""
         return time_calls(self._step, iterations)
 
     def _make(
@@ -109,7 +109,7 @@ class OptimizerStep:
 
 
 class _Sum(nn.Module):
-    """A model whose gradients are all one number, made at the speed of memory."""
+    """A model whose gradients are all the same number, computed at the speed of memory."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _parameters(layers: int, with_gradients: bool = True) -> list[nn.Parameter]:
 
 
 def _give_back() -> None:
-    """Return the memory that malloc keeps to the system: other cases need it."""
+    """Return the memory that malloc keeps to the system, because other cases need it."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

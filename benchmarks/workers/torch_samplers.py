@@ -1,7 +1,7 @@
 """One process that draws indices: from Paceline's DistributedSampler, or from torch's.
 
-It is rank 0 of two that share a data set, on one core. That the two ranks together draw every sample once is
-checked before anything is timed.
+It is rank 0 of two that divide a data set, on one core. Before anything is timed, a check ensures that the
+two ranks together draw every sample once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.data.order import Shuffled, derive_key
 
 REPLICAS = 2
 BATCH = 64
-# Indices of one array: as many as stay in the cache.
+# The number of indices in one array, which stays in the cache.
 BLOCK = 1 << 14
 _MOST_CHECKED = 100_000
 
@@ -34,7 +34,7 @@ class Samplers:
     """Draws indices.
 
     Args:
-        rank: 0; the only process of its case.
+        rank: 0, the only process of its case.
         world_size: 1.
         variant: `torch` or `paceline`.
     """
@@ -46,7 +46,7 @@ class Samplers:
         self._draw: Callable[[], object] = lambda: None
 
     def prepare(self, task: str, length: int) -> int:
-        """Check the sampler and make ready for a task; the number of indices of one call."""
+        """Check the sampler and prepare a task; return the number of indices in one call."""
         self._check(min(length, _MOST_CHECKED))
         sampler = self._make(length, 0)
         self._draw = {
@@ -60,7 +60,7 @@ class Samplers:
         return 1 if task == "start" else len(sampler)
 
     def time(self, iterations: int) -> float:
-        """Seconds for `iterations` calls, each of another epoch."""
+        """Return the seconds of `iterations` calls, each with another epoch."""
         start = time.perf_counter()
         for _ in range(iterations):
             self._draw()
@@ -77,7 +77,7 @@ class Samplers:
         return sampler
 
     def _in_bulk(self, length: int) -> None:
-        """What the sampler goes by, as arrays."""
+        """Draw the sampler's indices as arrays."""
         self._epoch += 1
         order = Shuffled(length, derive_key(0, self._epoch))
         count = length // REPLICAS
@@ -85,7 +85,7 @@ class Samplers:
             order.at(first * REPLICAS, REPLICAS, min(BLOCK, count - first))
 
     def _loader(self, sampler: _Sampler, length: int) -> data.DataLoader[int]:
-        # Samples that cost nothing, so that what is left is the loader and its sampler.
+        # The samples cost nothing, so that only the loader and its sampler are measured.
         return data.DataLoader(
             range(length),  # type: ignore[arg-type]
             BATCH,

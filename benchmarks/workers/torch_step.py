@@ -1,7 +1,7 @@
 """One training step of a model: alone, in torch's DistributedDataParallel, and in Paceline's.
 
-A step is what users write: zero_grad(), forward, loss, backward(), SGD. Gradients are checked before
-anything is timed, against the mean over all ranks' batches computed here without any communication.
+A step is what users write: zero_grad(), forward, loss, backward(), SGD. Before anything is timed, gradients
+are compared with the mean over all ranks' batches, computed here without communication.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Step:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        variant: `alone`, without the other ranks; `torch` or `paceline`, for their DDPs.
-        options: Further arguments of the DDPs.
+        variant: `alone`, without other ranks; `torch` or `paceline` for their DDP.
+        options: Further arguments of the DDP.
     """
 
     BY_ITSELF: ClassVar[tuple[str, ...]] = ("alone",)
@@ -55,7 +55,7 @@ class Step:
             form_group("gloo", rank, world_size)
 
     def prepare(self, model: str) -> dict[str, Any]:
-        """Build and wrap the model and check one backward; returns its size and its gradients' digest."""
+        """Build and wrap the model and check one backward; return its size and its gradients' digest."""
         plan = MODELS[model]
         self._module = self._wrap(plan.seeded())
         self._take_batches(plan)
@@ -71,14 +71,14 @@ class Step:
         }
 
     def time(self, iterations: int) -> float:
-        """Seconds for `iterations` steps, after one that brings the ranks together."""
+        """Return the seconds of `iterations` steps, after one untimed step that synchronizes the ranks."""
         return time_calls(self._step, iterations)
 
     def _take_batches(self, plan: Model) -> None:
         self._inputs, self._targets = plan.batch_of(self._rank)
 
     def _batches_of(self, rank: int) -> range:
-        """The numbers of the batches that a rank's gradients are of."""
+        """The numbers of the batches from which a rank's gradients are computed."""
         return range(rank, rank + 1)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
@@ -94,17 +94,17 @@ class Step:
 
 
 class Backward(Step):
-    """Times backward() alone, on one rank: what a DDP adds to it is the cost of its hooks.
+    """Times backward() alone, on one rank: the time that a DDP adds is the cost of its hooks.
 
-    No rank waits for another; what is left is to take each gradient, copy it, average it over one rank and
-    write it back. The variants are those of `Step`, and: `empty`, a hook that does nothing; `torch_noop`,
-    torch's DDP with a communication hook that averages nothing.
+    No rank waits for another; the hooks take each gradient, copy it, average it over one rank and write it
+    back. The variants are those of `Step`, and `empty`, a hook that does nothing, and `torch_noop`, torch's
+    DDP with a communication hook that averages nothing.
     """
 
     BY_ITSELF = ("alone", "empty")
 
     def time(self, iterations: int) -> float:
-        """Seconds in `iterations` backwards, after one that warms up."""
+        """Return the seconds of `iterations` backwards, after one that warms up."""
         spent = 0.0
         for number in range(iterations + 1):
             self._optimizer.zero_grad()
@@ -128,7 +128,7 @@ class Backward(Step):
 
 
 class AccumulatedStep(Step):
-    """A step of several micro-batches of each rank: with `no_sync()`, or ("virtual") as virtual ranks."""
+    """A step of several micro-batches on each rank: with `no_sync()`, or ("virtual") as virtual ranks."""
 
     MICRO_BATCHES = 4
 
@@ -175,7 +175,7 @@ class RecordedStep(Step):
         self._recording = recording
 
     def digests(self, recordings: list[str]) -> dict[str, str]:
-        """The digest of the gradients of the same backward, with each kind of recording."""
+        """Return the digest of the gradients of the same backward for each kind of recording."""
         found = {}
         for kind in recordings:
             with self._recorded(kind):
@@ -184,7 +184,7 @@ class RecordedStep(Step):
         return found
 
     def time_in(self, recording: str, iterations: int) -> float:
-        """Seconds for `iterations` steps, after one that brings the ranks together."""
+        """Return the seconds of `iterations` steps, after one untimed step that synchronizes the ranks."""
         with self._recorded(recording):
             step = self._fetch_and_step if recording == "trace" else self._step
             step()  # the first backward of a recording writes totals, which `time_totals` measures
@@ -192,7 +192,7 @@ class RecordedStep(Step):
             return time_calls(step, iterations)
 
     def time_totals(self, iterations: int) -> float:
-        """Seconds for writing what is written once in a second, in the mean."""
+        """Return the mean seconds of writing the records that are written once a second."""
         with self._recorded("flight"):
             return (
                 time_calls(lambda: self._recording.sample(self._recording.next_sample_ns), iterations)
@@ -200,7 +200,7 @@ class RecordedStep(Step):
             )
 
     def _fetch_and_step(self) -> None:
-        """A step whose batch is noted, as that of a data loader."""
+        """A step whose batch is recorded, as that of a data loader."""
         self._batches.begin()
         self._batches.end()
         self._step()
@@ -216,7 +216,7 @@ class RecordedStep(Step):
         from paceline.trace.ring_file import FLIGHT_RECORDS, TRACE_RECORDS
 
         recording = self._recording
-        if recording.note is None:  # one is always there, so that no sample includes making it
+        if recording.note is None:  # always keep one, so that no sample includes creating it
             recording.start(None, self._rank, self._world_size, FLIGHT_RECORDS)
         if kind == "off":
             with recording.paused():
@@ -240,7 +240,7 @@ class RecordedStep(Step):
 
 
 class UntilError(Step):
-    """Trains a perceptron of 4M parameters until an exception; the victim holds more memory, as in practice.
+    """Trains a perceptron of 4M parameters until an exception. The victim holds more memory, as in practice.
 
     The kernel frees the memory of a killed process before it closes its sockets.
     """
@@ -248,12 +248,12 @@ class UntilError(Step):
     def __init__(self, rank: int, world_size: int, variant: str, victim: int, resident_mib: int) -> None:
         super().__init__(rank, world_size, variant)
         self._victim = victim
-        # Written to, so that every page is there.
+        # Written to, so that every page is allocated.
         self._ballast = b"\x01" * (resident_mib << 20) if rank == victim else b""
         self.prepare("mlp")
 
     def train(self) -> dict[str, Any]:
-        """Step after step until an exception; its moment, its text, and whether it names the victim."""
+        """Train until an exception; return its time, its text, and whether it names the victim."""
         try:
             while True:
                 self._step()
@@ -266,17 +266,17 @@ class UntilError(Step):
 
 
 class Memory(Step):
-    """Trains four layers of 16 MiB on single samples: gradients dwarf activations."""
+    """Trains four layers of 16 MiB on single samples, so that gradients are much larger than activations."""
 
     def build(self) -> int:
-        """Make the bare model; bytes of its gradients."""
+        """Create the bare model; return the bytes of its gradients."""
         self._inputs, self._targets = torch.randn(WIDE_INPUTS)
         self._use(narrow())  # loads the code that a step needs, so that it is not counted
         self._bare = wide()
         return WIDE_BYTES
 
     def train(self, steps: int) -> None:
-        """Wrap it and train."""
+        """Wrap the model and train."""
         self._use(self._bare)
         for _ in range(steps):
             self._step()
@@ -303,7 +303,7 @@ def _check_close(gradients: list[Tensor], plan: Model, batches: list[int]) -> No
 
 
 def digest_of(gradients: list[Tensor]) -> str:
-    """A hash of their bits."""
+    """Return a hash of the gradients' bits."""
     digest = hashlib.sha256()
     for gradient in gradients:
         digest.update(gradient.detach().contiguous().numpy().tobytes())

@@ -1,7 +1,7 @@
-"""Training with Adam on a batch that all ranks share, by one process or several.
+"""Training with Adam on a batch that is divided among all ranks, by one process or several.
 
-A step is what users write: zero_grad(), forward, loss, backward(), Adam. A few steps are compared
-with a training that one process makes alone, before anything is timed.
+A step is what users write: zero_grad(), forward, loss, backward(), Adam. Before anything is timed, a few
+steps are compared with a training by one process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from benchmarks.workers.torch_step import digest_of
 
 _CHECKED_STEPS = 3
 _CHECKED_RATE = 1e-4
-# So small that thousands of steps on one batch leave the model as it was: no gradient becomes so small that
-# the processor computes with it more slowly.
+# So small that thousands of steps on one batch hardly change the model: no gradient becomes so small that the
+# processor computes with it more slowly.
 _TIMED_RATE = 1e-7
-# Of the length of what three steps change. Adam divides each gradient by its size, so where it is next to
-# nothing, the order of a sum may decide the sign of a change.
+# Relative to the norm of the change in three steps. Adam divides each gradient by its size, so if that is
+# almost zero, the order of a sum may decide the sign of a change.
 _TOLERANCE = 0.02
 
 
@@ -47,8 +47,8 @@ class Training:
         wrapper: See `wrap`.
         optimizer: See `make_optimizer`.
         averages: Whether the ranks train together; otherwise each trains alone.
-        parts: The batch is cut into so many parts, and a rank gets one; 0: as many as there are processes.
-        threads: How many this process may use; 0: as the environment says.
+        parts: The number of parts of the batch, of which a rank gets one; 0: the number of processes.
+        threads: The number of threads of this process; 0: as the environment sets it.
         options: Further arguments of the wrapper.
         optimizer_options: Further arguments of the optimizer.
     """
@@ -82,13 +82,13 @@ class Training:
             form_group("gloo", rank, world_size)
 
     def prepare(self, model: str, fused: bool) -> dict[str, Any]:
-        """Wrap a model, check the first steps, and make ready for more.
+        """Wrap a model, check the first steps, and get ready for more.
 
         Args:
             model: A key of `WHOLE_BATCHES`.
             fused: Use torch's fused Adam.
         """
-        self._module = self._optimizer = None  # its memory goes before the next takes some
+        self._module = self._optimizer = None  # free the memory before the next model takes some
         plan = WHOLE_BATCHES[model]
         whole = plan.batch_of(0)
         self._inputs, self._targets = _part(whole, self._part, self._parts)
@@ -112,7 +112,7 @@ class Training:
         }
 
     def time(self, iterations: int) -> float:
-        """Seconds for `iterations` steps, after one that brings the ranks together."""
+        """Return the seconds of `iterations` steps, after one untimed step that synchronizes the ranks."""
         self._step()
         start = time.perf_counter()
         for _ in range(iterations):
@@ -120,9 +120,9 @@ class Training:
         return time.perf_counter() - start
 
     def parts_of_step(self) -> dict[str, float | None]:
-        """Seconds of a step, on average since `prepare`, in the optimizer, and waiting for other ranks.
+        """Return the mean seconds per step, since `prepare`, in the optimizer and in waiting for other ranks.
 
-        The latter is known of Paceline only, and within backward; a sharded optimizer waits too.
+        The latter is only known for Paceline, and only within backward; a sharded optimizer waits, too.
         """
         steps, waited_s = max(1, self._steps), self._waited_s()
         return {
@@ -156,10 +156,10 @@ class Training:
 
 
 class TrainingMemory(Training):
-    """Trains `wide()` with Adam; `train` makes the model, so that all of it is measured."""
+    """Trains `wide()` with Adam. `train` creates the model, so that the measurement includes all of it."""
 
     def build(self) -> int:
-        """Load the code that a step needs; bytes of the parameters of `wide()`."""
+        """Load the code that a step needs; return the bytes of the parameters of `wide()`."""
         self._inputs, self._targets = torch.randn(WIDE_INPUTS)
         self._use(narrow())
         self._step()
@@ -168,7 +168,7 @@ class TrainingMemory(Training):
         return WIDE_BYTES
 
     def train(self, steps: int) -> None:
-        """Make the model, wrap it and train."""
+        """Create the model, wrap it and train."""
         self._use(wide())
         for _ in range(steps):
             self._step()
@@ -180,7 +180,7 @@ def _part(whole: Batch, part: int, parts: int) -> Batch:
 
 
 def _trained(module: nn.Module, parts: list[Batch]) -> list[Tensor]:
-    """The parameters after the first steps, by one process that takes each rank's part in turn."""
+    """Return the parameters after the first steps, computed by one process from each rank's part in turn."""
     parameters = list(module.parameters())
     optimizer = torch.optim.Adam(parameters, lr=_CHECKED_RATE)
     for _ in range(_CHECKED_STEPS):
