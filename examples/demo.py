@@ -1,11 +1,11 @@
-"""`make demo`: what data parallelism gives on this machine: how much faster, and the same model.
+"""`make demo`: shows how much faster data parallelism is on this machine, and that the model is the same.
 
-Trains on handwritten digits in three ways that take turns: N processes with Paceline, one process with all
-cores and the same global batches, and N processes with torch's own DistributedDataParallel on Gloo. Prints a
-table, bars, and one sentence that says whether it is faster here; `--output demo.png` draws them. On a busy
-machine it trains for less, says so, and shows what it could measure. Ends with exit status 1 if the replicas
-differ or the model is not good enough. `make demo-paddle` does the same with `examples/paddle_digits.py` and
-paddle.DataParallel.
+Trains on handwritten digits with three variants that take turns: N processes with Paceline, one process with
+all cores and the same global batches, and N processes with torch's own DistributedDataParallel on Gloo.
+Prints a table, bars, and one sentence that says whether it is faster here; `--output demo.png` draws them. On
+a busy machine it trains for fewer epochs, says so, and shows what it could measure. The exit status is 1 if
+the replicas differ or the accuracy is too low. `make demo-paddle` does the same with
+`examples/paddle_digits.py` and paddle.DataParallel.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 
-# Paddle says a lot when it starts.
+# Paddle prints many lines when it starts.
 QUIET = {"GLOG_minloglevel": "2", "PYTHONWARNINGS": "ignore:No ccache found:UserWarning"}
 LEAST_ACCURACY = 0.97
 LIMIT_S = 900.0
-"""How long all runs together may take. What is not measured by then is told so."""
+"""The time limit of all runs together in seconds. The output names the runs that it cut off."""
 LEAST_ROUNDS = 3
 BAR = 40
 NOT_MEASURED = "could not be measured"
@@ -42,18 +42,18 @@ NOT_MEASURED = "could not be measured"
 
 @dataclass(frozen=True)
 class Framework:
-    """Which example is run.
+    """A framework and its example.
 
     Attributes:
-        name: As `--ddp` of the example spells it.
-        wrapper: Its own way to train on several processes.
+        name: Its value for the example's `--ddp`.
+        wrapper: The framework's own wrapper for several processes.
         script: The example.
-        options: What the example is given.
-        epochs: For how long it trains.
-        fewest: For how long it trains on a busy machine.
-        model: What it trains.
-        why: Why several processes are faster with it than the threads of one.
-        weights: Name of the file that it writes.
+        options: Options of the example.
+        epochs: Number of epochs.
+        fewest: Number of epochs on a busy machine.
+        model: Description of the model.
+        why: Why several processes are faster here than the threads of one process.
+        weights: Name of the file that the example writes.
     """
 
     name: str
@@ -95,7 +95,7 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the example gave."""
+    """The result of one run of the example."""
 
     accuracy: float
     samples_per_s: float
@@ -105,15 +105,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
+    """One variant of the training.
 
     Attributes:
-        title: What people call it.
+        title: Name in the output.
         ranks: Number of processes.
         options: Further options of the example.
-        bind: `--bind` of `paceline run`. Gloo has threads of its own, and the framework's launcher binds
-            nothing either, so the incumbent is not bound to cores.
-        is_incumbent: Whether it is the framework's own. If that crashes, this is told, and is no error.
+        bind: `--bind` of `paceline run`. The incumbent is not bound to cores, because Gloo has threads of its
+            own, and the framework's launcher does not bind either.
+        is_incumbent: Whether it is the framework's own. A crash of it is reported, but is no error.
     """
 
     title: str
@@ -125,7 +125,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one way is as another: the median over rounds, the least and the most."""
+    """How many times as fast one variant is as another: median, minimum and maximum over rounds."""
 
     median: float
     low: float
@@ -143,7 +143,7 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--ranks", type=int, default=min(4, max(2, cores)), help="default: cores, 2 to 4")
     parser.add_argument(
-        "--rounds", type=int, default=LEAST_ROUNDS, help="runs of each way (default: %(default)s)"
+        "--rounds", type=int, default=LEAST_ROUNDS, help="runs of each variant (default: %(default)s)"
     )
     parser.add_argument("--framework", choices=FRAMEWORKS, default="torch")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="draw the speeds (needs matplotlib)")
@@ -180,9 +180,9 @@ def main() -> int:
 
 
 def other_programs() -> float:
-    """How many threads of all programs want a core now, but for this one: the mean over half a second.
+    """Return how many threads of other programs want a core now, as the mean over half a second.
 
-    Not the load average, which is high for a minute after `make` has built something.
+    The load average would not do, because it is high for a minute after `make` has built something.
     """
     found = []
     try:
@@ -195,7 +195,7 @@ def other_programs() -> float:
 
 
 def ways_of(framework: Framework, ranks: int, cores: int) -> tuple[Way, Way, Way]:
-    """Ours, one process, and the incumbent."""
+    """Return the variants: Paceline, one process, and the incumbent."""
     all_cores = f"all {cores} cores" if cores > 1 else "the only core"
     return (
         Way(f"{ranks} processes, Paceline", ranks),
@@ -205,7 +205,7 @@ def ways_of(framework: Framework, ranks: int, cores: int) -> tuple[Way, Way, Way
 
 
 def run_all(framework: Framework, ways: Sequence[Way], rounds: int, epochs: int) -> list[list[Run | None]]:
-    """Run the ways in turns, every other round backwards; what each of them gave, by round, if anything."""
+    """Run the variants in turn, every other round in reverse; return the results of each variant by round."""
     runs: list[list[Run | None]] = [[] for _ in ways]
     until_s = time.monotonic() + LIMIT_S
     began_s, length_s = time.monotonic(), 0.0
@@ -226,7 +226,10 @@ def run_all(framework: Framework, ways: Sequence[Way], rounds: int, epochs: int)
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal; lines elsewhere. Call the value with what begins, and with "" when it is over."""
+    """Show a bar on a terminal, lines elsewhere.
+
+    Yields a function to call with a text at the beginning of a run, and with "" at its end.
+    """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda text: print(text, flush=True) if text else None
         return
@@ -239,44 +242,44 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def try_to_run(
-    framework: Framework, way: Way, epochs: int, limit_s: float, name: str, tell: Callable[[str], None]
+    framework: Framework, way: Way, epochs: int, limit_s: float, name: str, show_line: Callable[[str], None]
 ) -> Run | None:
-    """Run the example, twice if the incumbent crashes; None: it could not be measured, which is told.
+    """Run the example, again if the incumbent crashes. None: it could not be measured, and a line says why.
 
     Args:
-        framework: Which example.
-        way: How.
-        epochs: For how long it trains.
-        limit_s: How long it may take.
-        name: What it is called on the screen.
-        tell: Shows a line.
+        framework: The framework and its example.
+        way: The variant to run.
+        epochs: Number of epochs.
+        limit_s: Time limit in seconds.
+        name: Name of the run in the output.
+        show_line: Shows a line.
     """
     until_s = time.monotonic() + limit_s
     for _ in range(2):
-        ended = run(framework, way, epochs, until_s, name, tell)
+        ended = run(framework, way, epochs, until_s, name, show_line)
         if ended.run is not None and (not ended.status or way.is_incumbent):
             if ended.status:
-                tell(f"{name}: trained, and its process then crashed ({ended.why})")
+                show_line(f"{name}: trained, and its process then crashed ({ended.why})")
             return ended.run
         if ended.is_late:
-            tell(f"{name}: {NOT_MEASURED} within {limit_s:.0f} s; this machine is too busy")
+            show_line(f"{name}: {NOT_MEASURED} within {limit_s:.0f} s; this machine is too busy")
             return None
         if not way.is_incumbent:
-            print(ended.output, file=sys.stderr)  # the launcher has said why
+            print(ended.output, file=sys.stderr)  # contains the launcher's error
             raise SystemExit(ended.status or 1)
-        tell(f"{name}: crashed ({ended.why})")
+        show_line(f"{name}: crashed ({ended.why})")
     return None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run of the example has ended.
+    """The end of a run of the example.
 
     Attributes:
-        run: What it has written; None: nothing, or not all.
+        run: The result that it has written; None: nothing, or only a part.
         status: Its exit status.
-        is_late: Whether its time was over.
-        output: All that it has said.
+        is_late: Whether it reached the time limit.
+        output: All of its output.
     """
 
     run: Run | None
@@ -286,15 +289,15 @@ class Ended:
 
     @property
     def why(self) -> str:
-        """The launcher's last words about a crash."""
-        said = re.findall(r"^paceline: .* failed.*?\(pid \d+\): (.+)$", self.output, re.MULTILINE)
-        return said[-1] if said else f"exit status {self.status}"
+        """The launcher's last line about a crash."""
+        found = re.findall(r"^paceline: .* failed.*?\(pid \d+\): (.+)$", self.output, re.MULTILINE)
+        return found[-1] if found else f"exit status {self.status}"
 
 
 def run(
-    framework: Framework, way: Way, epochs: int, until_s: float, name: str, tell: Callable[[str], None]
+    framework: Framework, way: Way, epochs: int, until_s: float, name: str, show_line: Callable[[str], None]
 ) -> Ended:
-    """Run the example with `paceline run`, and tell of its epochs."""
+    """Run the example with `paceline run`, and show its epochs."""
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
         weights, report = Path(folder, framework.weights), Path(folder, "report.json")
         launcher = [sys.executable, "-m", "paceline", "run", "-n", str(way.ranks), "--bind", way.bind]
@@ -312,13 +315,13 @@ def run(
 
         def stop() -> None:
             is_late.set()
-            process.kill()  # what it has started goes with it
+            process.kill()  # the processes that it has started end with it
 
         alarm = threading.Timer(max(0.0, until_s - time.monotonic()), stop)
         alarm.start()
         with process:
             try:
-                output = follow(process, epochs, name, tell)
+                output = follow(process, epochs, name, show_line)
                 status = process.wait()
             finally:
                 alarm.cancel()
@@ -326,22 +329,22 @@ def run(
         return Ended(result_of(report, weights), status, is_late.is_set(), output)
 
 
-def follow(process: subprocess.Popen[str], epochs: int, name: str, tell: Callable[[str], None]) -> str:
-    """Tell of epochs until a process has ended; all that it has said."""
-    said: list[str] = []
-    told_s = time.monotonic()
+def follow(process: subprocess.Popen[str], epochs: int, name: str, show_line: Callable[[str], None]) -> str:
+    """Show the epochs of a process until it ends; return its output."""
+    output: list[str] = []
+    shown_s = time.monotonic()
     assert process.stdout is not None
     for line in process.stdout:
-        said.append(line)
+        output.append(line)
         epoch = re.search(r"step \d+ of \d+, epoch (\d+)", line)
-        if epoch is not None and time.monotonic() - told_s > 4:
-            told_s = time.monotonic()
-            tell(f"{name}: epoch {epoch[1]} of {epochs}")
-    return "".join(said)
+        if epoch is not None and time.monotonic() - shown_s > 4:
+            shown_s = time.monotonic()
+            show_line(f"{name}: epoch {epoch[1]} of {epochs}")
+    return "".join(output)
 
 
 def result_of(report: Path, weights: Path) -> Run | None:
-    """What a run has written; None: it has not come so far."""
+    """Return the result that a run has written; None: it has not written all of it."""
     try:
         return Run(**json.loads(report.read_text()), weights=load(weights))
     except (OSError, ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile):
@@ -349,12 +352,12 @@ def result_of(report: Path, weights: Path) -> Run | None:
 
 
 def measured(runs: Sequence[Run | None]) -> list[Run]:
-    """Those of a way that could be measured."""
+    """Return the runs of a variant that could be measured."""
     return [each for each in runs if each is not None]
 
 
 def load(path: Path) -> dict[str, np.ndarray]:
-    """The weights that an example has saved."""
+    """Load the weights that an example has saved."""
     if path.suffix == ".npz":
         return dict(np.load(path))
     import torch
@@ -363,7 +366,7 @@ def load(path: Path) -> dict[str, np.ndarray]:
 
 
 def ratio(some: Sequence[Run | None], others: Sequence[Run | None]) -> Ratio | None:
-    """How many times as fast, round by round: two runs of a round were made within the same seconds.
+    """Return the ratio of speeds, round by round, because the runs of a round share the machine's load.
 
     None: no round has both.
     """
@@ -376,7 +379,7 @@ def ratio(some: Sequence[Run | None], others: Sequence[Run | None]) -> Ratio | N
 
 
 def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]) -> str:
-    """Whether data parallelism is faster for this model on this machine, and no more than the rounds tell."""
+    """Say whether data parallelism is faster for this model on this machine, as far as the rounds show it."""
     ours, alone, theirs = runs
     gain, over_theirs = ratio(ours, alone), ratio(ours, theirs)
     ranks = ways[0].ranks
@@ -405,7 +408,7 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
 
 
 def same_bits(runs: Sequence[Run]) -> bool:
-    """Whether all runs have ended with exactly the same weights."""
+    """Return whether all runs have ended with exactly the same weights."""
     first = runs[0].weights
     return all(each.weights[name].tobytes() == first[name].tobytes() for each in runs[1:] for name in first)
 
@@ -413,7 +416,7 @@ def same_bits(runs: Sequence[Run]) -> bool:
 def rows_of(
     framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]
 ) -> list[tuple[str, str]]:
-    """The table: what is the same, and how far."""
+    """Return the rows of the table: accuracies, differences between weights, and ratios of speeds."""
     ranks = ways[0].ranks
     ours, alone = measured(runs[0]), measured(runs[1])
     firsts = [next(iter(measured(of_way)), None) for of_way in runs]
@@ -440,12 +443,12 @@ def rows_of(
 
 
 def speeds(runs: Sequence[Sequence[Run | None]]) -> list[float]:
-    """Samples per second of each way: the median over rounds; 0: it could not be measured."""
+    """Return the samples per second of each variant, as the median over rounds; 0: not measured."""
     return [statistics.median([each.samples_per_s for each in measured(of_way)] or [0.0]) for of_way in runs]
 
 
 def show(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]) -> None:
-    """The table, the bars and the sentence."""
+    """Print the table, the bars and the sentence."""
     rows = rows_of(framework, ways, runs)
     medians = speeds(runs)
     bars = [
@@ -473,7 +476,7 @@ def show(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run 
 
 
 def _drawn_bars(bars: Sequence[tuple[str, str, str]], medians: Sequence[float]) -> Any:
-    """The speeds as bars that are as wide as the terminal has room for."""
+    """Return the speeds as bars that fit the terminal."""
     from rich.bar import Bar
     from rich.table import Table
 
@@ -488,7 +491,7 @@ def _drawn_bars(bars: Sequence[tuple[str, str, str]], medians: Sequence[float]) 
 
 
 def draw(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]], path: Path) -> None:
-    """The speeds as a picture, with each round as a dot."""
+    """Draw the speeds as a picture, with each round as a dot."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"demo: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
         return

@@ -1,6 +1,6 @@
 """Trains a small network on handwritten digits, on one process or on several.
 
-An ordinary torch training loop. What makes it run on several processes is marked with (1) to (5).
+An ordinary torch training loop. The lines that make it run on several processes are marked with (1) to (5).
 
     python examples/digits.py                                                # one process
     paceline run -n 2 examples/digits.py                                     # two
@@ -38,7 +38,7 @@ def main() -> None:
         raise SystemExit(f"--batch {args.batch} can't be shared equally by {ranks} processes")
 
     train_data, test_data = load_data()
-    # (2) each process gets its own share of every epoch
+    # (2) each process gets its own part of every epoch
     sampler = DistributedSampler(train_data, num_replicas=ranks, rank=rank, seed=args.seed)
     # (3) --batch counts the samples of all processes together
     loader = DataLoader(train_data, batch_size=args.batch // ranks, sampler=sampler, drop_last=True)
@@ -79,7 +79,7 @@ def train(
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """1437 images to train on and 360 to test with, the same ones everywhere."""
+    """Return 1437 images to train on and 360 to test with, the same ones on every process."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -89,11 +89,12 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def build_cnn() -> nn.Module:
-    """A small convolutional network, chosen so that 1 and N processes can be compared weight by weight.
+    """Return a small convolutional network, designed so that 1 and N processes can be compared by weight.
 
-    No batch normalisation and no dropout: with those, what one process computes for a batch is not the mean
-    of what several compute for its parts. And nothing with a kink (ReLU, max pooling): there a difference in
-    the last bit can switch a unit on or off, and grow to 1e-2 in the weights; smooth units keep it near 1e-6.
+    It has no batch normalisation and no dropout: with those, the result of one process for a batch is not the
+    mean of the results of several processes for its parts. Nor has it units with a kink (ReLU, max pooling):
+    a difference in the last bit can switch such a unit on or off, and grow to 1e-2 in the weights. Smooth
+    units keep the difference near 1e-6.
     """
     return nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),
@@ -109,11 +110,11 @@ def build_cnn() -> nn.Module:
 
 
 class RowReader(nn.Module):
-    """Reads an image row by row with a GRU of two layers, and names the digit at the end.
+    """Reads an image row by row with a GRU of two layers, and classifies the digit at the end.
 
-    Each of its steps waits for the one before, and is small: torch gives an operation to a second thread only
-    from 32,768 elements on, and here it has 120 x 192 at most. So one process uses little more than one core,
-    however many there are, and several processes, each with a part of the batch, use all of them.
+    Each of its steps waits for the previous one, and is small: torch uses a second thread for an operation
+    only from 32,768 elements on, and here an operation has 120 x 192 at most. So one process uses little more
+    than one core, however many there are, and several processes, each with a part of the batch, use all.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": build_cnn, "gru": RowReader
 
 
 def wrap(model: nn.Module, ddp: str) -> nn.Module:
-    """Paceline's DistributedDataParallel, or torch's; the rest of the script is the same."""
+    """Wrap the model in Paceline's DistributedDataParallel or torch's; the rest of the script is the same."""
     if ddp == "torch":
         from torch.nn.parallel import DistributedDataParallel as DDP
     else:
@@ -140,14 +141,14 @@ def wrap(model: nn.Module, ddp: str) -> nn.Module:
 
 
 def evaluate(model: nn.Module, data: TensorDataset) -> float:
-    """The share of the test images that the model gets right."""
+    """Return the fraction of the test images that the model classifies correctly."""
     images, labels = data.tensors
     with torch.no_grad():
         return (model(images).argmax(1) == labels).float().mean().item()
 
 
 def finish(args: argparse.Namespace, model: nn.Module, accuracy: float, speed: float) -> None:
-    """Say how it went, and write what was asked for."""
+    """Print the result, and write the files that the options ask for."""
     rank, ranks = place()
     are_identical = replicas_are_identical(model)
     if rank == 0:
@@ -163,7 +164,7 @@ def finish(args: argparse.Namespace, model: nn.Module, accuracy: float, speed: f
 
 
 def replicas_are_identical(model: nn.Module) -> bool:
-    """Whether every process holds exactly the same weights: compares their SHA-256."""
+    """Return whether every process has exactly the same weights, by comparing their SHA-256."""
     if not dist.is_initialized():
         return True
     digest = hashlib.sha256()
@@ -176,7 +177,7 @@ def replicas_are_identical(model: nn.Module) -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Which process this is, and of how many."""
+    """Return the rank of this process and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

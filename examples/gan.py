@@ -23,7 +23,7 @@ LATENT = 16
 
 
 def discs(samples, seed=0):
-    """Images of 1 x 16 x 16 between -1 and 1: a bright disc somewhere near the middle."""
+    """Return images of 1 x 16 x 16 between -1 and 1: a bright disc somewhere near the middle."""
     generator = torch.Generator().manual_seed(seed)
     x, y, radius = torch.rand(3, samples, 1, 1, generator=generator)
     pixels = torch.arange(16.0)

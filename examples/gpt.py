@@ -3,8 +3,9 @@
     paceline run -n 2 examples/gpt.py
     torchrun --nproc-per-node 2 examples/gpt.py
 
-The loss is a mean over tokens, and the batches of two ranks have different numbers of them. `weight()` makes
-the gradient that of one process with the whole batch. What differs from the script for torch's DDP:
+The loss is a mean over tokens, and the batches of two ranks have different numbers of them. With `weight()`,
+the gradient is the same as that of one process with the whole batch. What differs from the script for
+torch's DDP:
 
     - from torch.nn.parallel import DistributedDataParallel as DDP
     + from paceline.torch import DistributedDataParallel as DDP
@@ -34,7 +35,7 @@ END = 0  # the token after a text; the others are its bytes
 
 
 def read_texts(count):
-    """Paragraphs of code, each a sequence of at most CONTEXT + 1 tokens."""
+    """Return paragraphs of code, each a sequence of at most CONTEXT + 1 tokens."""
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         paragraphs = [paragraph.strip(b"\n") for paragraph in path.read_bytes().split(b"\n\n")]

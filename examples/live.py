@@ -1,6 +1,6 @@
-"""Live progress of a training loop: epoch, loss, samples per second, share of the time spent waiting.
+"""Live progress of a training loop: epoch, loss, samples per second, fraction of the time spent waiting.
 
-On a terminal with rich it draws one line and keeps it up to date; elsewhere it prints a line now and then.
+On a terminal with rich it keeps one line up to date; elsewhere it prints a line every few seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WINDOW = 50
 
 
 def waited_s(model: Any) -> float | None:
-    """Seconds that Paceline's DistributedDataParallel has waited for gradients; None for other models."""
+    """Return how many seconds Paceline's wrapper has waited for gradients; None for other models."""
     return getattr(model, "waited_s", None)
 
 
@@ -23,9 +23,9 @@ class Live:
     """Shows progress; use as `with Live(...) as live:` and call `live.step(...)` after each step.
 
     Args:
-        title: What is being trained.
+        title: Name of the training.
         total: Number of steps.
-        is_shown: False on all processes but one.
+        is_shown: True on one process only.
     """
 
     def __init__(self, title: str, total: int, is_shown: bool) -> None:
@@ -35,7 +35,7 @@ class Live:
         self._is_shown = is_shown
         self._bar: Any = None
         self._task: Any = None
-        self._history: list[tuple[float, int, float]] = []  # moment, samples and seconds waited up to then
+        self._history: list[tuple[float, int, float]] = []  # time; samples and seconds waited so far
         self._samples = 0
         self._printed = time.monotonic()
 

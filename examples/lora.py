@@ -1,4 +1,4 @@
-"""Fine-tunes a small RoBERTa with LoRA, by PEFT. The model comes from a configuration: nothing is downloaded.
+"""Fine-tunes a small RoBERTa with PEFT's LoRA. The model comes from a configuration: nothing is downloaded.
 
     pip install peft transformers
     paceline run -n 2 examples/lora.py
@@ -22,7 +22,7 @@ from paceline.torch import DistributedDataParallel as DDP
 
 
 def synthetic_reviews(samples, seed, length=24):
-    """Sequences of tokens; positive ones (1) have more tokens from the upper half of the vocabulary."""
+    """Return token sequences; positive ones (1) have more tokens from the upper half of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (samples,), generator=generator)
     is_upper = torch.rand(samples, length, generator=generator) < 0.3 + 0.4 * labels[:, None]
@@ -31,7 +31,7 @@ def synthetic_reviews(samples, seed, length=24):
 
 
 def build_model():
-    """RoBERTa, small and with random weights; load a checkpoint by `from_pretrained` instead."""
+    """Return a small RoBERTa with random weights; for a checkpoint, use `from_pretrained` instead."""
     config = RobertaConfig(
         vocab_size=100,
         max_position_embeddings=64,
@@ -50,9 +50,9 @@ def build_model():
 def accuracy(model, data):
     model.eval()
     tokens, labels = data.tensors
-    share = (model(input_ids=tokens).logits.argmax(1) == labels).float().mean().item()
+    correct = (model(input_ids=tokens).logits.argmax(1) == labels).float().mean().item()
     model.train()
-    return share
+    return correct
 
 
 def main():

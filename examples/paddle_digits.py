@@ -1,6 +1,6 @@
 """Trains a small network on handwritten digits with PaddlePaddle, on one process or on several.
 
-An ordinary Paddle training loop. What makes it run on several processes is marked with (1) to (4).
+An ordinary Paddle training loop. The lines that make it run on several processes are marked with (1) to (4).
 
     python examples/paddle_digits.py                                         # one process
     paceline run -n 2 examples/paddle_digits.py                              # two
@@ -41,7 +41,7 @@ def main() -> None:
         group = dist.init_parallel_env() if args.ddp == "paddle" else paceline.paddle.init_parallel_env()
 
     train_data, test_data = load_data()
-    # (2) each process gets its own share of every batch; --batch counts the samples of all together
+    # (2) each process gets its own part of every batch; --batch counts the samples of all processes together
     sampler = DistributedBatchSampler(
         train_data,
         global_batch_size=args.batch,
@@ -90,7 +90,7 @@ def train(
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """1437 images to train on and 360 to test with, the same ones everywhere."""
+    """Return 1437 images to train on and 360 to test with, the same ones on every process."""
     digits = load_digits()
     images = (digits.images[:, None] / 16).astype(np.float32)
     order = np.random.default_rng(0).permutation(len(images))
@@ -100,11 +100,12 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def build_model() -> nn.Layer:
-    """A small convolutional network, chosen so that 1 and N processes can be compared weight by weight.
+    """Return a small convolutional network, designed so that 1 and N processes can be compared by weight.
 
-    No batch normalisation and no dropout: with those, what one process computes for a batch is not the mean
-    of what several compute for its parts. And nothing with a kink (ReLU, max pooling): there a difference in
-    the last bit can switch a unit on or off, and grow to 1e-2 in the weights; smooth units keep it near 1e-6.
+    It has no batch normalisation and no dropout: with those, the result of one process for a batch is not the
+    mean of the results of several processes for its parts. Nor has it units with a kink (ReLU, max pooling):
+    a difference in the last bit can switch such a unit on or off, and grow to 1e-2 in the weights. Smooth
+    units keep the difference near 1e-6.
     """
     return nn.Sequential(
         nn.Conv2D(1, 32, 3, padding=1),
@@ -120,14 +121,14 @@ def build_model() -> nn.Layer:
 
 
 def evaluate(model: nn.Layer, data: TensorDataset) -> float:
-    """The share of the test images that the model gets right."""
+    """Return the fraction of the test images that the model classifies correctly."""
     images, labels = data.tensors
     with paddle.no_grad():
         return float((model(images).argmax(1) == labels).astype("float32").mean())
 
 
 def finish(args: argparse.Namespace, model: nn.Layer, group: Any, accuracy: float, speed: float) -> None:
-    """Say how it went, and write what was asked for."""
+    """Print the result, and write the files that the options ask for."""
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     are_identical = replicas_are_identical(weights, args.ddp, group)
     if dist.get_rank() > 0:
@@ -144,7 +145,7 @@ def finish(args: argparse.Namespace, model: nn.Layer, group: Any, accuracy: floa
 
 
 def replicas_are_identical(weights: dict[str, np.ndarray], ddp: str, group: Any) -> bool:
-    """Whether every process holds exactly the same weights: compares their SHA-256."""
+    """Return whether every process has exactly the same weights, by comparing their SHA-256."""
     if dist.get_world_size() == 1:
         return True
     digest = hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).digest()

@@ -3,8 +3,9 @@
     paceline run -n 2 examples/paddle_gpt.py
     python -m paddle.distributed.launch --nproc_per_node 2 examples/paddle_gpt.py
 
-The loss is a mean over tokens, and the batches of two ranks have different numbers of them. `weight()` makes
-the gradient that of one process with the whole batch. What differs from the script for paddle.DataParallel:
+The loss is a mean over tokens, and the batches of two ranks have different numbers of them. With `weight()`,
+the gradient is the same as that of one process with the whole batch. What differs from the script for
+paddle.DataParallel:
 
     + from paceline.paddle import DataParallel
 
@@ -33,11 +34,11 @@ from paceline.paddle import DataParallel
 
 CONTEXT = 128  # tokens that the model sees at most
 END = 0  # the token after a text; the others are its bytes
-PADDING = 255  # a byte that no text has; Paddle counts padding in the mean if this is negative
+PADDING = 255  # a byte that no text contains; if it were negative, Paddle's mean would count padding
 
 
 def read_texts(count):
-    """Paragraphs of code, each a sequence of at most CONTEXT + 1 tokens."""
+    """Return paragraphs of code, each a sequence of at most CONTEXT + 1 tokens."""
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         paragraphs = [paragraph.strip(b"\n") for paragraph in path.read_bytes().split(b"\n\n")]

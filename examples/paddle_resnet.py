@@ -1,4 +1,4 @@
-"""Trains a ResNet for CIFAR (He et al., 2015) on images of CIFAR's shape, which are made from a seed.
+"""Trains a ResNet for CIFAR (He et al., 2015) on images of CIFAR's shape, which are generated from a seed.
 
     paceline run -n 2 examples/paddle_resnet.py
     python -m paddle.distributed.launch --nproc_per_node 2 examples/paddle_resnet.py
@@ -24,7 +24,7 @@ from paceline.paddle import DataParallel
 
 
 def synthetic_cifar(samples, seed):
-    """Images of 3 x 32 x 32 in ten classes: the class's pattern under noise."""
+    """Return images of 3 x 32 x 32 in ten classes: the pattern of the class plus noise."""
     patterns = np.random.default_rng(0).standard_normal((10, 3, 8, 8)).repeat(4, 2).repeat(4, 3)
     random = np.random.default_rng(seed)
     labels = random.integers(10, size=samples)
@@ -53,7 +53,7 @@ class Block(nn.Layer):
 
 
 def resnet(depth, width=16):
-    """A ResNet of 6 * n + 2 layers: 8, 14, 20, ..."""
+    """Return a ResNet of 6 * n + 2 layers: 8, 14, 20, ..."""
     layers = [nn.Conv2D(3, width, 3, padding=1, bias_attr=False), nn.BatchNorm2D(width), nn.ReLU()]
     channels = width
     for stage in range(3):

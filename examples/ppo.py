@@ -1,4 +1,4 @@
-"""Learns to balance CartPole of gymnasium by PPO; each rank plays in environments of its own.
+"""Learns to balance gymnasium's CartPole with PPO; each rank plays in environments of its own.
 
     pip install gymnasium
     paceline run -n 2 examples/ppo.py
@@ -41,7 +41,7 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def play(agent, envs, observation, length):
-    """Play `length` steps; what was seen and done, the advantages, and the next observation."""
+    """Play `length` steps; return the batch with its advantages, and the next observation."""
     steps = []
     for _ in range(length):
         logits, value = agent(observation)

@@ -1,4 +1,4 @@
-"""Trains a ResNet for CIFAR (He et al., 2015) on images of CIFAR's shape, which are made from a seed.
+"""Trains a ResNet for CIFAR (He et al., 2015) on images of CIFAR's shape, which are generated from a seed.
 
     paceline run -n 2 examples/resnet.py
     torchrun --nproc-per-node 2 examples/resnet.py
@@ -21,7 +21,7 @@ from paceline.torch import DistributedDataParallel as DDP
 
 
 def synthetic_cifar(samples, seed):
-    """Images of 3 x 32 x 32 in ten classes: the class's pattern under noise."""
+    """Return images of 3 x 32 x 32 in ten classes: the pattern of the class plus noise."""
     patterns = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     patterns = F.interpolate(patterns, size=32, mode="bilinear")
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def resnet(depth, width=16):
-    """A ResNet of 6 * n + 2 layers: 8, 14, 20, ..."""
+    """Return a ResNet of 6 * n + 2 layers: 8, 14, 20, ..."""
     layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     channels = width
     for stage in range(3):

@@ -3,7 +3,7 @@
     paceline run -n 2 examples/trainers/accelerate_digits.py
     accelerate launch --multi_gpu --num_processes 2 examples/trainers/accelerate_digits.py   # on the CPU, too
 
-What is Paceline's is marked with (1).
+The line that uses Paceline is marked with (1).
 """
 
 from __future__ import annotations

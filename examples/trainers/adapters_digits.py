@@ -1,8 +1,8 @@
-"""Trains adapters of PEFT on handwritten digits, over weights that torchao has quantised to 8 bits.
+"""Trains PEFT adapters on handwritten digits, on top of weights that torchao has quantised to 8 bits.
 
     paceline run -n 2 examples/trainers/adapters_digits.py
 
-What is Paceline's is marked with (1): the model is wrapped when it is quantised and has its adapters.
+The line that uses Paceline is marked with (1): it wraps the model after quantisation, with its adapters.
 """
 
 from __future__ import annotations

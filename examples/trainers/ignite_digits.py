@@ -2,7 +2,7 @@
 
     paceline run -n 2 examples/trainers/ignite_digits.py
 
-What is Paceline's is marked with (1): Ignite's engines take a model that is wrapped already.
+The line that uses Paceline is marked with (1): Ignite's engines take a model that is already wrapped.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python examples/trainers/lightning_digits.py
     python examples/trainers/lightning_digits.py --strategy ddp # with torch's DDP, to compare
 
-What is Paceline's: the import, and the name of the strategy.
+Only the import and the name of the strategy are for Paceline.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import paceline.integrations.lightning  # noqa: F401  makes the name "paceline" known
+import paceline.integrations.lightning  # noqa: F401  registers the strategy "paceline"
 
 
 class Digits(LightningModule):
-    """A network of two layers; remembers the loss of each step."""
+    """A network of two layers that keeps the loss of each step."""
 
     def __init__(self) -> None:
         super().__init__()

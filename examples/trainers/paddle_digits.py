@@ -3,7 +3,7 @@
     paceline run -n 2 examples/trainers/paddle_digits.py
     paceline run -n 2 examples/trainers/paddle_digits.py --trainer fleet
 
-What is Paceline's is marked with (1). Without it, `paceline run --replace-ddp` does the same.
+The lines that use Paceline are marked with (1). `paceline run --replace-ddp` does the same without them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import paceline.paddle
 
 
 class Losses(paddle.callbacks.Callback):
-    """Remembers the loss of each step of hapi's."""
+    """Keeps the loss of each step of hapi."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """hapi's call."""
+        """Called by hapi."""
         self.seen.append(float(np.ravel(logs["loss"])[0]))
 
 
 def with_hapi(network: nn.Layer, optimizer: Any, data: TensorDataset, epochs: int) -> tuple[list[float], str]:
-    """`paddle.Model.fit`, which wraps the network by itself."""
+    """Train with `paddle.Model.fit`, which wraps the network by itself."""
     model = paddle.Model(network)
     model.prepare(optimizer, nn.CrossEntropyLoss())
     losses = Losses()
@@ -47,7 +47,7 @@ def with_hapi(network: nn.Layer, optimizer: Any, data: TensorDataset, epochs: in
 def with_fleet(
     network: nn.Layer, optimizer: Any, data: TensorDataset, epochs: int
 ) -> tuple[list[float], str]:
-    """A loop around `fleet.distributed_model`."""
+    """Train in a loop with `fleet.distributed_model`."""
     fleet.init(is_collective=True)
     optimizer = fleet.distributed_optimizer(optimizer)
     model = fleet.distributed_model(network)
@@ -73,7 +73,7 @@ def main() -> None:
 
     paceline.paddle.replace_ddp()  # (1) paddle.DataParallel is Paceline's from here on
     paddle.set_device("cpu")
-    paceline.paddle.init_parallel_env()  # (1) Paddle's own, with the ranks of any launcher
+    paceline.paddle.init_parallel_env()  # (1) like Paddle's own, with the ranks of any launcher
     paddle.seed(0)
     np.random.seed(0)
     images, labels = load_digits(return_X_y=True)

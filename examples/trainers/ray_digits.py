@@ -4,8 +4,8 @@
     python examples/trainers/ray_digits.py --ddp replaced   # the same, with torch's class replaced
     python examples/trainers/ray_digits.py --ddp torch      # with torch's DDP, to compare
 
-Connects to the Ray cluster that it finds, else starts one on this machine. What is Paceline's is marked with
-(1): Ray's prepare_model() wraps the model.
+Connects to the Ray cluster that it finds, else starts one on this machine. The line that uses Paceline is
+marked with (1): Ray's prepare_model() wraps the model.
 """
 
 from __future__ import annotations

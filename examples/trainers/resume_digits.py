@@ -1,9 +1,10 @@
-"""Stops in the middle of an epoch and goes on from a checkpoint, as if it had never stopped.
+"""Stops in the middle of an epoch and resumes from a checkpoint, with the same result as without a stop.
 
     paceline run -n 2 examples/trainers/resume_digits.py
 
-The StatefulDataLoader of torchdata knows the place in the data, torch.distributed.checkpoint keeps it with
-model and optimizer, and torchmetrics joins the accuracy of all ranks. What is Paceline's is marked with (1).
+The StatefulDataLoader of torchdata keeps the position in the data, torch.distributed.checkpoint saves it with
+model and optimizer, and torchmetrics combines the accuracy of all ranks. The lines that use Paceline are
+marked with (1).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Training:
         self.losses: list[float] = []
 
     def train(self, most: int | None = None) -> None:
-        """Go on to the end of the epoch, or for so many batches."""
+        """Train to the end of the epoch, or for `most` batches."""
         for number, (images, labels) in enumerate(self.loader, 1):
             scores = self.model(images)
             loss = nn.functional.cross_entropy(scores, labels)
@@ -57,13 +58,13 @@ class Training:
                 break
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; the place in the data is this rank's own."""
+        """Return the content of a checkpoint; the position in the data is this rank's own."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         place = self.loader.state_dict()
         return {"model": model, "optimizer": optimizer, f"place of rank {dist.get_rank()}": place}
 
     def load(self, folder: Path) -> None:
-        """Take it from a checkpoint. Collective."""
+        """Load the state from a checkpoint. Collective."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(
@@ -77,7 +78,7 @@ class Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--stop", type=int, default=10, help="after so many of an epoch's batches")
+    parser.add_argument("--stop", type=int, default=10, help="number of batches of an epoch before the stop")
     parser.add_argument("--report", type=Path, help="folder for the losses of each rank")
     args = parser.parse_args()
 

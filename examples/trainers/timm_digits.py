@@ -3,7 +3,7 @@
     paceline run -n 2 --replace-ddp examples/trainers/timm_digits.py
     paceline run -n 2 examples/trainers/timm_digits.py     # with torch's DDP, to compare
 
-Nothing in it is Paceline's: timm's task wraps the model.
+The script itself does not use Paceline: timm's task wraps the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 
 class Digits(Dataset[Any]):
-    """Images of 8 x 8 pixels, as timm's loader wants them: its transform makes them larger."""
+    """Images of 8 x 8 pixels for timm's loader, whose transform enlarges them."""
 
     transform: Any = None
 

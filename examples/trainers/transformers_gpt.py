@@ -2,7 +2,7 @@
 
     paceline run -n 2 examples/trainers/transformers_gpt.py
 
-What is Paceline's is the line before `trainer.train()`.
+The line before `trainer.train()` is the one that uses Paceline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.integrations.accelerate import use_paceline
 
 
 class Counting(Dataset[dict[str, Any]]):
-    """Sequences of numbers that follow each other."""
+    """Sequences of consecutive numbers."""
 
     def __len__(self) -> int:
         return 256
@@ -32,12 +32,12 @@ class Counting(Dataset[dict[str, Any]]):
 
 
 class NotesWrapper(TrainerCallback):
-    """Notes the module of the class that the model was wrapped in."""
+    """Keeps the module name of the class that wraps the model."""
 
     wrapper = ""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is wrapped by then."""
+        """Called when the model is already wrapped."""
         self.wrapper = type(self.trainer.model_wrapped).__module__
 
 
