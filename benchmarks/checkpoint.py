@@ -51,7 +51,7 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
         rows,
         notes=[
             f"Medians of {settings.rounds} rounds on rank 0. one copy: of all tensors of the state, to "
-            "memory that is there. held up: checkpointer.step() and save(), while nothing is being written.",
+            "allocated memory. held up: checkpointer.step() and save(), while nothing is being written.",
             *runner.notes(),
         ],
         data={"bytes": sizes[0], **samples},

@@ -59,7 +59,7 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
             f"backward: median of {settings.rounds} rounds. overhead: backward minus backward alone in the "
             "same round, median over rounds; per parameter: divided by their number, with what happens once "
             "in each backward.",
-            "It holds taking the gradient, copying it, averaging it over one rank and writing the mean back. "
+            "It includes taking the gradient, copying it, averaging it over one rank and writing it back. "
             "An empty hook: torch's cost of calling one.",
             *runner.notes(),
         ],

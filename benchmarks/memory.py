@@ -140,14 +140,15 @@ def _report_training(settings: Settings, measured: _Measured) -> Report:
         ],
         measured.rows(cells, 6),
         notes=[
-            "Sum of PSS over all ranks, without files (every page counts once), less that before the model "
-            "was made: its parameters, gradients and Adam's state. / parameters: divided by the "
+            "Sum of PSS over all ranks, without files (every page counts once), minus that before the model "
+            "was created: its parameters, gradients and Adam's state. / parameters: divided by the "
             f"{format_size(parameter_bytes)} of one copy of the parameters (four layers of 16 MiB, float32).",
-            "of torch DDP's, ZeRO's, ZeRO's with views: the first three cases. bucket view: .grad lies where "
-            "it is averaged (gradient_as_bucket_view); bucket views: ZeRO's parameters_as_bucket_view, too.",
+            "of torch DDP's, ZeRO's, ZeRO's with views: relative to the first three cases. bucket view: "
+            ".grad is where it is averaged (gradient_as_bucket_view); bucket views: also ZeRO's "
+            "parameters_as_bucket_view.",
             f"peak: sampled every {SAMPLE_EVERY_S * 1000:.0f} ms over "
-            f"{settings.rounds * STEPS_PER_ROUND} steps; with what the optimizer and the backward need for a "
-            "moment.",
+            f"{settings.rounds * STEPS_PER_ROUND} steps; includes temporary memory of the optimizer and the "
+            "backward.",
             *measured.notes,
         ],
         data={"parameter_bytes": parameter_bytes, "rows": measured.as_data(asdict)},

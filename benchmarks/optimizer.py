@@ -83,8 +83,8 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
             "of the faster one of its cases.",
             "Some of Paceline's cases take turns with the first three, and then the others too, because "
             "not all models fit into memory together. Ratios are those of the rounds of each case.",
-            f"{layers} layers of {LAYER_PARAMETERS:,} parameters in two tensors. The gradients are there. "
-            "The last part clears them, and makes and averages them in a backward that only fills memory "
+            f"{layers} layers of {LAYER_PARAMETERS:,} parameters in two tensors. The gradients exist before. "
+            "The last part clears them, and computes and averages them in a backward that only fills memory "
             "(torch's DDP with ZeroRedundancyOptimizer, Paceline's with all others).",
             "Before timing, three steps of a small model were compared with torch.optim.AdamW's, bit for "
             "bit, and the large model between the ranks.",

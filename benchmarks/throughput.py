@@ -130,14 +130,15 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
             f"samples/s: of the whole batch ({batches}), which the ranks share; median of "
             f"{settings.rounds} rounds, as fast as the slowest rank. / one process, / torch DDP: divided "
             "round by round, median over rounds.",
-            f"of N times: of {ranks} times a rank by itself, which has a part of the batch, one core, and "
-            "the machine to itself. What 'the ranks, not synchronised' lack of it, they take from each "
-            "other: memory bandwidth, shared caches, clock.",
-            "optimizer: of a step, the slowest rank's mean, with the waiting of those that share the step. "
-            "waits: for other ranks at the end of backward, mean of all ranks, as ddp.stats() says.",
+            f"of N times: relative to {ranks} times the speed of a rank by itself, which has its part of the "
+            "batch, one core, and the machine to itself. 'The ranks, not synchronised' lose what they take "
+            "from each other: memory bandwidth, shared caches, clock.",
+            "optimizer: time per step in the optimizer, the slowest rank's mean, including the waiting of "
+            "sharded optimizers. waits: for other ranks at the end of backward, mean of all ranks, by "
+            "ddp.stats().",
             "Before timing, three steps were compared with a training by one process that takes each rank's "
             "part in turn, and the parameters between ranks.",
-            "Ranks have one thread for each core that they have; malloc keeps freed memory in all of them.",
+            "Ranks have one thread for each of their cores; malloc keeps freed memory in all of them.",
             *runner.notes(),
         ],
         data={"rows": data},

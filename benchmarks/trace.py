@@ -58,10 +58,10 @@ def run(settings: Settings, given: argparse.Namespace) -> Report:
         rows,
         notes=[
             f"step: median of {settings.rounds} rounds of {given.sample_s:g} s on each rank, then the "
-            "slowest rank. more: the difference to no recording in the same round, median over rounds; with "
-            "a step's part of what is written once in a second, and measured by itself.",
-            "The same processes make the samples of all three, in turn. With --trace the optimizer's step is "
-            "recorded, and a batch.",
+            "slowest rank. more: the difference to no recording in the same round, median over rounds, plus "
+            "the step's part of what is written once a second, which is measured separately.",
+            "The same processes take the samples of all three, in turn. With --trace, the optimizer's step "
+            "and a batch are recorded, too.",
             "Gradients were checked before timing: close to the mean as computed on one process, and the "
             "same bits on all ranks and with each kind of recording.",
             *runner.notes(),
