@@ -293,7 +293,7 @@ def test_infinities_are_told_when_the_device_has_answered():
     bad[1] = float("nan")
     checks.look(0)
     assert checks.take() == [1]  # the first backward waits
-    assert checks.is_delayed
+    assert checks.is_late
     for _ in range(2):
         checks.look(0)
         assert checks.take() == []

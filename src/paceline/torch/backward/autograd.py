@@ -116,7 +116,7 @@ class TorchAutograd:
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
         if is_static or delayed:
             self._deferred = DeferredGradients(
-                self._state, hand_over, delayed, is_learning=is_static, separate=self._separate
+                self._state, hand_over, delayed, is_learning=is_static, part=self._separate
             )
             self.complete = self._deferred.end_backward
         else:
@@ -126,7 +126,7 @@ class TorchAutograd:
         self._remove_hooks()
         deferred, trainable = self._deferred, self._tensors.trainable
         registered = [
-            deferred.hook(index) if deferred is not None and deferred.is_deferred(index) else hook
+            deferred.hook(index) if deferred is not None and deferred.is_late(index) else hook
             for index, hook in enumerate(self._gradients.hooks)
         ]
         for index in self._shared:

@@ -26,11 +26,11 @@ class DeferredGradients:
         delayed: Collection[int],
         *,
         is_learning: bool,
-        separate: Callable[[list[int]], None],
+        part: Callable[[list[int]], None],
     ) -> None:
         self.is_learning = is_learning
         # Copies gradients that share memory: autograd would add the next contribution to both of them.
-        self._separate = separate
+        self._part = part
         self._state = state
         self._hand_over = hand_over
         self._delayed = frozenset(delayed)
@@ -39,7 +39,7 @@ class DeferredGradients:
         self._learned: dict[int, int] | None = None
         self._expected: dict[int, int] = {}
 
-    def is_deferred(self, index: int) -> bool:
+    def is_late(self, index: int) -> bool:
         return self.is_learning or index in self._delayed or index in self._expected
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -49,7 +49,7 @@ class DeferredGradients:
         def note(_: torch.Tensor) -> None:
             if not state.is_syncing:
                 if index not in state.accumulated:
-                    self._separate([index])
+                    self._part([index])
                 state.accumulated.add(index)
                 return
             if state.phase < RUNNING:
@@ -63,7 +63,7 @@ class DeferredGradients:
             else:
                 came[index] = count
                 if count == 1:
-                    self._separate([index])
+                    self._part([index])
 
         return note
 

@@ -46,7 +46,7 @@ class DeviceShardTransport(ProcessGroupTransport):
         self._local, self._copies, self._num_hosts = local, copies, num_hosts
         self._places = places
         self._padded = [self._pad(flat, place) for flat, place in zip(self._buckets, places)]
-        self._parts = [local.shard_of(flat) for flat in self._padded]
+        self._parts = [local.part_of(flat) for flat in self._padded]
         self._pinned = [copies.memory(part.numel(), part.dtype) for part in self._parts]
         self._gaps = _gaps(gradient_buffer.plan, places, local)
         self._brought: list[dist.Work] = []

@@ -204,25 +204,25 @@ class LocalCalls:
         work = self._calls.begin(lambda: self._group.allreduce([own]), what)
         self._calls.wait(work, what, on_host=True)
 
-    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         count = flat.numel() // self.size
         return flat[self.place * count : (self.place + 1) * count]
 
     def reduce_scatter(self, flat: torch.Tensor, bucket: int) -> dist.Work:
         """Start to sum a bucket over the ranks of the host. Collective.
 
-        In place: afterwards `shard_of(flat)` holds sums, and the rest of `flat` is undefined.
+        In place: afterwards `part_of(flat)` holds sums, and the rest of `flat` is undefined.
         """
         if self._is_gloo:
             # Gloo's own reduce_scatter makes the same call, on a copy, and never reports its completion.
             return self._calls.begin(lambda: self._group.allreduce([flat]), bucket)
         # Not torch's reduce_scatter_tensor, which is deprecated from 2.13 on.
-        own, options = self.shard_of(flat), dist.ReduceScatterOptions()
+        own, options = self.part_of(flat), dist.ReduceScatterOptions()
         return self._calls.begin(lambda: self._group._reduce_scatter_base(own, flat, options), bucket)
 
     def all_gather(self, flat: torch.Tensor, bucket: int) -> dist.Work:
         """Start to gather the shards of all ranks of the host on each of them. Collective, in place."""
-        own = self.shard_of(flat)
+        own = self.part_of(flat)
         if self._is_gloo:
             rows = list(flat.view(self.size, -1).unbind())
             return self._last_calls.begin(lambda: self._group.allgather([rows], [own]), bucket)

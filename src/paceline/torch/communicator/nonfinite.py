@@ -156,7 +156,7 @@ class FiniteChecks:
         self._free: list[_Backward] = []
 
     @property
-    def is_delayed(self) -> bool:
+    def is_late(self) -> bool:
         """Whether `take()` returns the results of earlier backwards."""
         return not (self.waits or self._is_first)
 
@@ -172,7 +172,7 @@ class FiniteChecks:
         """Parameters with non-finite gradients in backwards whose results arrived since the last call."""
         found: set[int] = set()
         now, self._now = self._now, None
-        if now is not None and self.is_delayed:
+        if now is not None and self.is_late:
             for kind in now.kinds:
                 norm = kind.measure()
                 kind.copy = kind.copy or self._make_copy(norm)
