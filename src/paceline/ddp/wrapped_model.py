@@ -536,7 +536,7 @@ class WrappedModel:
             `LocalSGD(every=10, outer_lr=1, outer_momentum=0, between="ranks")` both hold 0.7 after this call.
         """
         if self._outer_sync is not None:
-            self._outer_sync.meet()
+            self._outer_sync.sync()
 
     def local_sgd_state_dict(self) -> dict[str, Any]:
         """The state of local SGD for a checkpoint, beside the model and the optimizer. Not collective.

@@ -469,11 +469,11 @@ class BufferSync:
             # The other ranks have used the value of the last synchronisation, which forward may have changed
             # since, or nothing, if these are running statistics that they only trained. If a rank does not
             # know that value, another rank does, or the rank still has it.
-            anybodys = next((row[name] for _, row, _ in known if name in row), None)
+            known_value = next((row[name] for _, row, _ in known if name in row), None)
             for rank in active:
                 has, knows, unused = known[rank]
                 if name not in rows[rank] and name not in unused:
-                    used.add(knows.get(name, has[name] if anybodys is None else anybodys))
+                    used.add(knows.get(name, has[name] if known_value is None else known_value))
             if len(used) > 1:
                 writers[name] = tuple(rank for rank in active if name in rows[rank])
         if not writers:

@@ -81,8 +81,8 @@ def _warn_of_open_channel(rank: int, secret: JobSecret) -> None:
     if rank == 0 and not secret.key and not _is_warned:
         _is_warned = True
         _log.warning(
-            "paceline: this job on several hosts has no secret: whoever reaches its network can pose as a "
-            "rank, read what ranks tell each other, and end the job. %s names a file of mode 0600 with the "
-            "same content on all hosts (see docs/security.md)",
+            "paceline: this job on several hosts has no secret: any process that reaches its network can "
+            "pose as a rank, read messages between ranks, and end the job. %s names a file of mode 0600 with "
+            "the same content on all hosts (see docs/security.md)",
             FILE_VARIABLE,
         )

@@ -313,8 +313,8 @@ class ProcessGroupReducer(ReportingReducer):
             nonfinite, overflowed = self._gather_bits(
                 self._transport.take_nonfinite(), self._find_overflowed(self._reports.largest_weight)
             )
-            late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
-            self._note_nonfinite(late.union(self._nonfinite), overflowed)
+            pairs = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
+            self._note_nonfinite(pairs.union(self._nonfinite), overflowed)
 
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
         unused = self._leave_out_unmarked()

@@ -87,7 +87,7 @@ class ProcessGroupWaits:
                     self.peer_monitor.publish_waiting()
                 if (lost := self.peer_monitor.lost()) is not None:
                     # A rank that left after this backward has already sent everything that this call needs.
-                    if _comes_late(is_completed):
+                    if _completes_soon(is_completed):
                         break
                     self.peer_monitor.give_up()
                     raise self._named(lost, what)
@@ -182,7 +182,7 @@ class ProcessGroupWaits:
         return f"{what}, over {self._words}"
 
 
-def _comes_late(is_completed: Callable[[], bool]) -> bool:
+def _completes_soon(is_completed: Callable[[], bool]) -> bool:
     """Whether a call completes soon, from messages that are already on their way."""
     until = time.monotonic() + _GRACE_S
     while not is_completed():

@@ -94,15 +94,15 @@ class ReportingReducer(ABC):
         started_ns = time.monotonic_ns()
         self._reports.end_backward(started_ns)
         self._has_no_means = True  # until the backward is complete
-        self.last, has_met = None, False
+        self.last, has_reports = None, False
         try:
             self._complete(status, allow_unused)
-            has_met = True
+            has_reports = True
             result = self._conclude(status, started_ns, allow_globally_unused)
         except BaseException as error:
             # All ranks find a mismatch, and the next backward may be good. After any other exception, such as
             # one of a signal handler, it is unknown how much of the backward was done.
-            if not (has_met and isinstance(error, MismatchError)):
+            if not (has_reports and isinstance(error, MismatchError)):
                 self._fail(error)
                 self.marks.end_backward(keeps_means=True)
             raise

@@ -102,7 +102,7 @@ class BackwardSync(Generic[AnyAutograd]):
         tensors = front_end.tensors
         self.state = state
         self.state.arm, self.state.give_up = self._arm, self._give_up_interrupted
-        lifetime.before_leaving(self._take_leave)
+        lifetime.before_leaving(self._warn_at_exit)
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
         self._has_sparse = len(self.sparse) > 0
         self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
@@ -228,7 +228,7 @@ class BackwardSync(Generic[AnyAutograd]):
     def is_graph_static(self) -> bool:
         return self._static_graph is not None or self._variety.is_static(self.good_backwards)
 
-    def _take_leave(self) -> None:
+    def _warn_at_exit(self) -> None:
         """Warn at exit if other ranks still wait for this one.
 
         Nothing else reveals that a rank skipped a whole iteration, because its later calls are those that
@@ -753,7 +753,7 @@ class BackwardSync(Generic[AnyAutograd]):
     def _write_back_means(self, result: BackwardResult) -> None:
         state, planning = self.state, self.planning
         if overlapping := result.overlapping:
-            self._part_overlapping(overlapping)
+            self._separate_overlapping(overlapping)
         if self._static_graph is not None:
             self._static_graph.end_good()
         missing: Sequence[int] = ()
@@ -765,7 +765,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if missing or state.staged or planning.owned:
             self.gradients.write_back(missing)
 
-    def _part_overlapping(self, overlapping: Sequence[int]) -> None:
+    def _separate_overlapping(self, overlapping: Sequence[int]) -> None:
         """Have means of gradients that share memory copied back into memory of their own."""
         state = self.state
         for index in overlapping:

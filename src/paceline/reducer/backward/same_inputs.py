@@ -62,11 +62,11 @@ class SameInputs:
         self._digest = None
         self._drawn = self._random_state()
         self._left -= 1
-        told = {status.inputs for status in statuses}
-        if told and 0 not in told:
-            if len(told) > 1:
+        reported = {status.inputs for status in statuses}
+        if reported and 0 not in reported:
+            if len(reported) > 1:
                 return False
-            self._same |= told
+            self._same |= reported
             if len(self._same) == _BATCHES:
                 self._warn(len(statuses))
                 return False

@@ -94,7 +94,7 @@ class HostExchange:
         self._has_few_messages = len(buckets) == 1 and self._has_few()
         is_alone = group.world_size == 1
         self._waits_itself = self._has_few_messages and is_alone and terms.transport.lets_signals_in
-        self._met: CollectiveError | None = None
+        self._receive_error: CollectiveError | None = None
         # Of `_take_only`, which has not waited until its messages were sent.
         self._last_in_flight: InFlightBucket | None = None
         self._launched: queue.SimpleQueue[InFlightBucket | _ReceiveNext | None] = queue.SimpleQueue()
@@ -168,8 +168,8 @@ class HostExchange:
 
     def _make_ready(self, *, may_wait: bool) -> None:
         """Begin receives of the next buckets, as far as there is memory."""
-        if self._met is not None:
-            raise self._met
+        if self._receive_error is not None:
+            raise self._receive_error
         while self._next_ready < len(self._terms.routes):
             in_flight = self._take_in_flight(self._next_ready, may_wait=may_wait and not self._ready)
             if in_flight is None:
@@ -312,7 +312,7 @@ class HostExchange:
             if self._is_due:
                 self._make_ready(may_wait=False)
         except CollectiveError as error:
-            self._met = error
+            self._receive_error = error
         finally:
             self._is_due = False
             self._making.release()

@@ -55,7 +55,7 @@ class PeerWaits:
         self.patience_with_its_host_s = patience_with_its_host_s(timeout_s)
 
     def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
-        if (stopped := self._not_answering(doing, bucket, text)) is not None:
+        if (stopped := self._silent_peer_error(doing, bucket, text)) is not None:
             return stopped  # peers may be waiting for it, too
         names = " and ".join(map(self._transport.name, hosts))
         return DeadlineError(
@@ -87,7 +87,7 @@ class PeerWaits:
             return self.late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
         if (reported := self._peer_monitor.lost(_KNOWN_WITHIN_S)) is not None:
             return reported
-        if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
+        if (stopped := self._silent_peer_error("average gradients", bucket, text)) is not None:
             return stopped  # the peer has given up on it, and its report could reach no rank
         is_lost = is_of_a_lost_peer(text)
         monitor = self._peer_monitor
@@ -104,6 +104,6 @@ class PeerWaits:
             lost=(self._transport.ranks[host],) if is_lost else (),
         )
 
-    def _not_answering(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
+    def _silent_peer_error(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
         late = self._peer_monitor.silent()
         return None if late is None else late_error(self._who, late, doing, self._where(bucket), text)

@@ -100,7 +100,7 @@ class InFlightValues(InFlightBucket):
         self._going: list[tuple[int, Begin]] = []  # sends of gradients for the parts of other hosts
         self._pieces: list[_OwnPiece] = []
         self._later: list[_Piece] = []  # receives of the means of other hosts' parts
-        layout = _Laying(terms, bucket, Layout(room))
+        layout = _MessageLayout(terms, bucket, Layout(room))
         self._header: Sent | None = None
         self._headers: list[Received] = []
         if self._is_first or self.has_report:
@@ -187,7 +187,7 @@ class InFlightValues(InFlightBucket):
             *(piece.host for piece in self._coming if piece.transfer is not None),
         ]
 
-    def _lay_out(self, layout: _Laying) -> None:
+    def _lay_out(self, layout: _MessageLayout) -> None:
         terms, transport, parts = self._terms, self._terms.transport, self._terms.routes[self.bucket].parts
         for number, elements in enumerate(parts[terms.host]):
             if not elements:
@@ -222,7 +222,7 @@ class InFlightFewValues(InFlightBucket):
         self._gradient_buffer = _buffer_bytes(terms.core, begin, end)
         self._weights = [0.0] * terms.num_hosts
         payload_bytes = functools.partial(self._payload_bytes, terms, bucket)
-        self._sent, self._coming = _Laying(terms, bucket, Layout(room)).headers(0, payload_bytes)
+        self._sent, self._coming = _MessageLayout(terms, bucket, Layout(room)).headers(0, payload_bytes)
         self._values = [self._sent.payload] * terms.num_hosts
         self._sent.reports = _behind(self._sent.memory, end - begin)
         for message in self._coming:
@@ -295,7 +295,7 @@ def _average(
     return is_finite
 
 
-class _Laying:
+class _MessageLayout:
     def __init__(self, terms: Terms, bucket: int, layout: Layout) -> None:
         self._terms, self._bucket, self.layout = terms, bucket, layout
 

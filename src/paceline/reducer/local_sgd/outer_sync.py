@@ -39,7 +39,7 @@ from paceline.reducer.replica_check import check_replicas
 _Tensor = TypeVar("_Tensor", bound=Any)
 
 # The flags that a rank reports in a sync, as its note; never 0, which means no note.
-_MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED, _IN_FORWARD, _ON_DEMAND = 1, 2, 4, 8, 16, 32
+_SYNCS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED, _IN_FORWARD, _ON_DEMAND = 1, 2, 4, 8, 16, 32
 _STATE = ("steps", "since_sync", "parameters", "momentum")
 
 
@@ -144,25 +144,25 @@ class OuterSync(Generic[_Tensor]):
             return
         self.begin_round()
         if self._modes.is_of_all_ranks(is_training=is_training) and self.since >= self._options.every:
-            self._meet(_IN_FORWARD)
+            self._sync(_IN_FORWARD)
 
     def sync_if_due(self) -> None:
         """Sync if it is time and no forward follows, because this rank has no data left. Collective then."""
         if self.since >= self._options.every:
-            self._meet(0)
+            self._sync(0)
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Sync now, at the request of this rank's program. Collective."""
-        self._meet(_ON_DEMAND)
+        self._sync(_ON_DEMAND)
 
     def finish(self) -> None:
         """Sync until no rank has data left; then all have the same model. Collective."""
-        while not self._meet(_IS_FINISHED):
+        while not self._sync(_IS_FINISHED):
             pass
 
     # --- a sync ---
 
-    def _meet(self, why: int) -> bool:
+    def _sync(self, why: int) -> bool:
         """Average the changes of the replica groups, and make a step of the outer optimizer. Collective.
 
         If it raises, no parameter has changed on this rank.
@@ -180,10 +180,10 @@ class OuterSync(Generic[_Tensor]):
                 "local_sgd: another wrapped model has some of the same parameters.",
                 where=self._who,
                 likely="two wrappers around models that share a layer, or around one model",
-                hint="wrap one module that holds both; each parameter can meet its replicas in one way only",
+                hint="wrap one module that holds both; each parameter can be averaged in one way only",
             )
         try:
-            return self._meet_all(why)
+            return self._sync_all(why)
         except PacelineError:
             raise
         except BaseException as error:
@@ -192,7 +192,7 @@ class OuterSync(Generic[_Tensor]):
             self._reduction.reducer.give_up(error)
             raise
 
-    def _meet_all(self, why: int) -> bool:
+    def _sync_all(self, why: int) -> bool:
         backward_sync, tensors = self._backward_sync, self._tensors
         if (publish := self.communicator.publish) is not None:
             publish(f"in sync {self.number + 1} of local SGD")
@@ -233,7 +233,7 @@ class OuterSync(Generic[_Tensor]):
         # This is 1 for the usual number of backward passes of weight 1, which needs no multiplication.
         reducer.set_weight(weight / self._options.every)
         flags = {_HAS_TRAINED: self._weight, _HAS_STEPPED: self.since}
-        reducer.set_note(_MEETS | why | sum(flag for flag, holds in flags.items() if holds))
+        reducer.set_note(_SYNCS | why | sum(flag for flag, holds in flags.items() if holds))
         for index in trained:
             reducer.mark_ready(index, 0)
         result = reducer.finish(BackwardStatus(self.number + 1), True, True)
@@ -274,7 +274,7 @@ class OuterSync(Generic[_Tensor]):
         if self.since and self._weight != self.since:  # each group has its own weight, but all load one state
             warn(
                 f"local_sgd_state_dict: in the middle of a round (since_sync={self.since}), without its "
-                "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first."
+                "weights. A rank that loads it continues as if all were 1. Call sync_parameters() first."
             )
         if not self._values:
             self._take_values()
@@ -390,7 +390,7 @@ class OuterSync(Generic[_Tensor]):
             if note & flag
         ]
         return MismatchError(
-            "Ranks meet in local SGD at different places of their programs; no parameter has changed.",
+            "Ranks sync in local SGD at different places of their programs; no parameter has changed.",
             where=f"{self._who}, sync {self.number + 1}",
             seen="\n".join(rows),
             likely="some ranks have made fewer steps: one has caught an error and left out a step, or has "
