@@ -59,8 +59,8 @@ def syncs(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
     assert steps._travel is not None
     for _ in range(15):
         for calls, times in (
-            (lambda: steps.meet(Call.STEP, has_gradient), before),
-            (steps._travel.meet, after),
+            (lambda: steps.sync(Call.STEP, has_gradient), before),
+            (steps._travel.barrier, after),
         ):
             group.barrier()
             begin = time.perf_counter()

@@ -89,7 +89,7 @@ class Checkpointer:
         training = ddp._training()
         self._ops, self._peers = training.ops, training.peers
         self._rank, self._world_size = training.peers.rank, training.peers.world_size
-        with training.telling("make a Checkpointer"):
+        with training.reporting("make a Checkpointer"):
             if training.reason_against is not None:
                 raise training.reason_against
             self._folder = Path(folder).absolute()
@@ -137,8 +137,8 @@ class Checkpointer:
         self._check_open()
         self._has_others = False
         listing = list_checkpoints(self._folder) if self._writer is not None else Listing({}, {})
-        told = self._gather({"whole": sorted(listing.whole)}, "whole")
-        known = [set(told[rank]) for rank in self._writers]
+        whole = self._gather({"whole": sorted(listing.whole)}, "whole")
+        known = [set(whole[rank]) for rank in self._writers]
         candidates = sorted(set.intersection(*known), reverse=True)
         newest = next((each for each in candidates if self._is_usable(each, listing)), 0)
         broken = [f"{self._folder}: {why}" for steps, why in sorted(listing.broken.items()) if steps > newest]
@@ -147,7 +147,7 @@ class Checkpointer:
             self._begin_at(0)
             return 0
         training = self._ddp._training()
-        with training.telling("read a checkpoint"):
+        with training.reporting("read a checkpoint"):
             path = self._folder / f"{name_of(newest)}{self._ops.suffix}"
             try:
                 state = self._ops.load(path)
@@ -182,7 +182,7 @@ class Checkpointer:
         if self._every_steps and self._steps % self._every_steps == 0:
             self._is_due = True
         if self._is_due or self._steps == self._look_at:
-            self._meet()
+            self._sync()
 
     def save(self) -> None:
         """Save now: wait until the previous checkpoint is written, then copy the state. Collective.
@@ -234,7 +234,7 @@ class Checkpointer:
 
     def _gather(self, values: Mapping[str, Any], name: str) -> list[Any]:
         """One of the values of each rank, by rank. Collective."""
-        return [told[name] for told in self._gather_all(values)]
+        return [each[name] for each in self._gather_all(values)]
 
     def _gather_all(self, values: Mapping[str, Any]) -> list[Any]:
         messages = self._peers.exchange.all_gather(json.dumps(values).encode(), self._peers.timeout_s)
@@ -255,16 +255,16 @@ class Checkpointer:
                     (self._folder / token).touch()
                 except OSError as error:
                     failed = str(error)
-            told = self._gather_all({"token": token, "failed": failed})[writer]
-            sees = self._rank not in placed and os.path.exists(self._folder / told["token"])
+            reported = self._gather_all({"token": token, "failed": failed})[writer]
+            sees = self._rank not in placed and os.path.exists(self._folder / reported["token"])
             seen = self._gather({"sees": sees}, "sees")
             if writer == self._rank:
                 with contextlib.suppress(OSError):
                     (self._folder / token).unlink()
-            if told["failed"]:
+            if reported["failed"]:
                 raise ConfigError(
                     f"{_OWNER}: rank {writer} of {self._world_size} can't write to the folder.",
-                    seen=told["failed"],
+                    seen=reported["failed"],
                     hint="a folder that this process may write to",
                     argument="folder",
                 )
@@ -278,7 +278,7 @@ class Checkpointer:
         """Save if it is due, or stop waiting with a warning at the model's time-out. Collective."""
         limit_s = self._peers.timeout_s
         until = time.monotonic() + limit_s
-        while self._meet() and (self._is_due or waits_until_written):
+        while self._sync() and (self._is_due or waits_until_written):
             # Wait in short rounds with an exchange in each, so that no rank waits for a disk within a
             # collective. The clock of rank 0 decides, so that all ranks stop after the same round.
             if self._gather({"late": time.monotonic() >= until}, "late")[0]:
@@ -289,7 +289,7 @@ class Checkpointer:
             if self._writer is not None:
                 self._writer.wait(_MOMENT_S)
 
-    def _meet(self) -> bool:
+    def _sync(self) -> bool:
         """Check together whether a checkpoint is due, and save it if nothing is being written. Collective.
 
         Returns:
@@ -303,17 +303,17 @@ class Checkpointer:
                 hint="call checkpointer.resume() before the first step; or choose an empty folder",
             )
         writer = self._writer
-        told: dict[str, Any] = {"wait": self._steps_to_wait(), "next": self._steps_after_saving()}
+        own: dict[str, Any] = {"wait": self._steps_to_wait(), "next": self._steps_after_saving()}
         if writer is not None:
-            told |= {"busy": writer.is_busy(), "whole": max(writer.written, self._whole)}
-            told["failures"] = writer.take_failures()
-        all_told = self._gather_all(told)
-        writing = [all_told[rank] for rank in self._writers]
+            own |= {"busy": writer.is_busy(), "whole": max(writer.written, self._whole)}
+            own["failures"] = writer.take_failures()
+        reports = self._gather_all(own)
+        writing = [reports[rank] for rank in self._writers]
         self._warn_of([failure for each in writing for failure in each["failures"]])
         self._whole = min(each["whole"] for each in writing)
         if self._every_s:
-            self._is_due |= all_told[0]["wait"] == 0
-            self._look_at = self._steps + max(1, all_told[0]["wait"])
+            self._is_due |= reports[0]["wait"] == 0
+            self._look_at = self._steps + max(1, reports[0]["wait"])
         if any(each["busy"] for each in writing):
             return True
         if not self._is_due:
@@ -325,7 +325,7 @@ class Checkpointer:
         self._saved_at = self._steps
         if self._every_s:
             self._begun_at, self._begun_s = self._steps, time.monotonic()
-            self._look_at = self._steps + all_told[0]["next"]
+            self._look_at = self._steps + reports[0]["next"]
         return True
 
     def _stop(self) -> None:

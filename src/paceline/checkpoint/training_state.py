@@ -86,7 +86,7 @@ class Training:
         description = ModelDescription((), (), described, doing=doing)
         check_agreement(description, self.peers.exchange, self.peers.timeout_s)
 
-    def telling(self, doing: str) -> AbstractContextManager[None]:
+    def reporting(self, doing: str) -> AbstractContextManager[None]:
         """A context that reports a ConfigError to the ranks that wait in `agree`."""
         return reporting_to_peers(lambda: (self.peers.exchange, self.peers.timeout_s), doing)
 
@@ -109,7 +109,7 @@ def collect(training: Training, to: Collection[int]) -> dict[str, Any]:
     copies.
     """
     ops, peers, rank = training.ops, training.peers, training.peers.rank
-    with training.telling(_SAVING):
+    with training.reporting(_SAVING):
         if training.reason_against is not None:
             raise training.reason_against
         held = training.module.state_dict()
@@ -162,7 +162,7 @@ def restore(training: Training, state: Any) -> int:
         The number of good backward passes before it was saved.
     """
     ops, rank = training.ops, training.peers.rank
-    with training.telling(_LOADING):
+    with training.reporting(_LOADING):
         if training.reason_against is not None:
             raise training.reason_against
         _check(training, state)
@@ -172,7 +172,7 @@ def restore(training: Training, state: Any) -> int:
             model |= state["own"][rank if same_world else 0]
         _check_model(training, model)
     training.agree(_LOADING, world_size=state["world_size"], good_backwards=state["good_backwards"])
-    with training.telling(_LOADING):
+    with training.reporting(_LOADING):
         with training.writing():
             whole: dict[str, Any] = OrderedDict(model)
             if state["versions"]:

@@ -46,7 +46,7 @@ from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.local_sgd.replica_groups import join_replica_group
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.virtual_ranks import played_by
-from paceline.sharding.moving import move, move_out, refuse_strange
+from paceline.sharding.moving import move, move_out, refuse_unshareable
 from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import SharedStorage, written
 
@@ -169,7 +169,7 @@ class WrappedModel:
         owner = f"{type(self).__name__}(share_parameters=True)"
         is_sharing = config.share_parameters and peers.world_size > 1
         if is_sharing:
-            refuse_strange(owner, self.module, tensors.all_parameters, peers, self._ops)
+            refuse_unshareable(owner, self.module, tensors.all_parameters, peers, self._ops)
         move_out(self.module)  # this wrapper may not write to the shared storage of another one
         are_equal = config.init_sync and is_first and self._carried is None
         if are_equal:

@@ -71,8 +71,8 @@ def _average(state: Compression, bucket: Any) -> Future[paddle.Tensor]:
     bucket.when_good(adopt)
 
     def decode(gathered: Future[paddle.Tensor]) -> paddle.Tensor:
-        everybodys: list[Bytes] = list(np.from_dlpack(gathered.value().detach()))
-        codes.decode_mean(everybodys, count, values.data_ptr())
+        of_ranks: list[Bytes] = list(np.from_dlpack(gathered.value().detach()))
+        codes.decode_mean(of_ranks, count, values.data_ptr())
         codes.recycle(rows)
         return values
 

@@ -2,7 +2,7 @@
 
 It takes two sums over ranks. Each is an operation of Paddle's graph whose gradient is again a sum over ranks.
 Everything else is ordinary arithmetic, for which Paddle derives the gradient. Gradients that cross ranks are
-multiplied by the weights that a wrapped model gives to its ranks (`reducer.backward.exchanges`).
+scaled for the weights that a wrapped model gives to its ranks (`reducer.backward.exchanges`).
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Layout:
 
     Attributes:
         blocks: The numbers of the pieces of each block, for each rank.
-        has_state: One byte for each piece, 1 if its state is here.
-        is_ready: One byte for each rank, 1 if all its state is here.
+        has_state: One byte for each piece: 0: it has no state, 1: its state is here, 2: it is elsewhere.
+        is_ready: One byte for each rank, 1 if `has_state` is up to date for its pieces.
         state: Where each slot is, for each piece.
         kept: Where the copy of a block is, for each rank.
         nbytes: The size of all of it.

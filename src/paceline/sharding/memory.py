@@ -81,7 +81,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Variant:
     label: str
     copies_of_gradients: int
     is_ours: bool = False
@@ -89,20 +89,20 @@ class _Way:
     shards_state: bool = False
 
 
-_WAYS = {
-    "torch_view": _Way("torch DDP, bucket view", 1),
-    "zero": _Way("ZeroRedundancyOptimizer", 2, shards_state=True),
-    "zero_view": _Way("ZeroRedundancyOptimizer, bucket views", 1, shards_state=True),
-    "paceline": _Way("Paceline", 2, is_ours=True),
-    "paceline_view": _Way("Paceline, bucket view", 1, is_ours=True),
-    "paceline_sharded": _Way("ShardedOptimizer, bucket view", 1, is_ours=True, shards_state=True),
-    "paceline_shared": _Way(
+_VARIANTS = {
+    "torch_view": _Variant("torch DDP, bucket view", 1),
+    "zero": _Variant("ZeroRedundancyOptimizer", 2, shards_state=True),
+    "zero_view": _Variant("ZeroRedundancyOptimizer, bucket views", 1, shards_state=True),
+    "paceline": _Variant("Paceline", 2, is_ours=True),
+    "paceline_view": _Variant("Paceline, bucket view", 1, is_ours=True),
+    "paceline_sharded": _Variant("ShardedOptimizer, bucket view", 1, is_ours=True, shards_state=True),
+    "paceline_shared": _Variant(
         "one model, ShardedOptimizer", 2, is_ours=True, shares_parameters=True, shards_state=True
     ),
-    "paceline_shared_view": _Way(
+    "paceline_shared_view": _Variant(
         "one model, ShardedOptimizer, bucket view", 1, is_ours=True, shares_parameters=True, shards_state=True
     ),
-    "paceline_scatter": _Way(
+    "paceline_scatter": _Variant(
         "one model, ShardedOptimizer, scatter", 1, is_ours=True, shares_parameters=True, shards_state=True
     ),
 }
@@ -110,18 +110,18 @@ _WAYS = {
 
 def plan_ways(sizes: ModelSizes, ranks: int, hosts: int, *, is_allocated: bool = False) -> MemoryPlan:
     """The memory of each variant on one of the hosts."""
-    ways = {key: _memory_of(way, sizes, ranks // hosts, hosts) for key, way in _WAYS.items()}
+    ways = {key: _memory_of(variant, sizes, ranks // hosts, hosts) for key, variant in _VARIANTS.items()}
     return MemoryPlan(ranks, hosts, sizes, MappingProxyType(ways), is_allocated)
 
 
-def _memory_of(way: _Way, sizes: ModelSizes, local_ranks: int, hosts: int) -> Memory:
-    one_copy = sizes.gradient_buffer if way.is_ours else sizes.gradients
-    copied = (way.copies_of_gradients - 1) * sizes.gradients
-    parameters = sizes.parameters * (1 if way.shares_parameters else local_ranks)
+def _memory_of(variant: _Variant, sizes: ModelSizes, local_ranks: int, hosts: int) -> Memory:
+    one_copy = sizes.gradient_buffer if variant.is_ours else sizes.gradients
+    copied = (variant.copies_of_gradients - 1) * sizes.gradients
+    parameters = sizes.parameters * (1 if variant.shares_parameters else local_ranks)
     return Memory(
-        label=way.label,
+        label=variant.label,
         parameters=parameters + local_ranks * sizes.buffers,
         gradients=local_ranks * (one_copy + copied),
-        state=-(-sizes.state // hosts) if way.shards_state else local_ranks * sizes.state,
-        region=local_ranks * REGION_BYTES if way.is_ours else 0,
+        state=-(-sizes.state // hosts) if variant.shards_state else local_ranks * sizes.state,
+        region=local_ranks * REGION_BYTES if variant.is_ours else 0,
     )

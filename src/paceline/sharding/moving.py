@@ -93,7 +93,7 @@ def share_to_read(
         ConfigError: The ranks are on several hosts, or a tensor can't be shared.
         RegionError: There is not enough memory; on every rank.
     """
-    refuse_strange(owner, model, tensors, peers, ops)
+    refuse_unshareable(owner, model, tensors, peers, ops)
     memory: HostMemory = peers.share_hosts()
     if len(memory.hosts) > 1:
         raise ConfigError(
@@ -105,7 +105,7 @@ def share_to_read(
     move(owner, tensors, peers, memory, ops, lambda: False, are_equal=True, allows_writing=False)
 
 
-def refuse_strange(
+def refuse_unshareable(
     owner: str, model: Any, tensors: Mapping[str, Tensor], peers: Ranks, ops: FrameworkOps[Tensor]
 ) -> None:
     """Raise on every rank if any rank has a tensor that can't be shared. Collective."""

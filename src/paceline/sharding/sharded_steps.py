@@ -138,7 +138,7 @@ class ShardedSteps(Generic[Tensor]):
         except ConfigError as error:
             steps.refuse(error)
             raise
-        joined = steps.meet(Call.STEP if has_data else Call.JOINED_STEP, has_gradient)
+        joined = steps.sync(Call.STEP if has_data else Call.JOINED_STEP, has_gradient)
         if not has_data and not joined:
             return b""
 

@@ -287,8 +287,8 @@ def check_step_allowed(storage: SharedStorage[Any], owner: str, world_size: int)
         )
     if storage.is_writing:
         raise ConfigError(
-            f"{owner}.step within writing(): nobody would see what it writes before the end.",
-            expected="a step outside of it: the ranks meet by themselves",
+            f"{owner}.step within writing(): no rank would see what it writes before the end.",
+            expected="a step outside of it: step() syncs the ranks by itself",
             hint=f"with this optimizer, call step() without `with {names.variable}.writing():`",
         )
     if world_size < storage.world_size:

@@ -1,6 +1,6 @@
 """The collective protocol of a sharded optimizer's step.
 
-A step has two parts. In `meet` the ranks sync and compare what they are about to do. In `make` each rank
+A step has two parts. In `sync` the ranks sync and compare what they are about to do. In `make` each rank
 updates its shard, and the ranks exchange what they have written. `make` runs within `updating`, which records
 a step that was begun and not completed, so that no rank takes half of a step for a whole one (`step_tables`,
 `partial_steps`).
@@ -32,7 +32,7 @@ from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_opti
 from paceline.sharding.step_exchange import IDLE, Travel
 from paceline.sharding.step_tables import Complete, StepTables
 
-# The outcome of a rank's shard of a step.
+# The outcome of a rank's shard in a step, in this order:
 _WRITTEN, _IDLE, _REFUSED, _RAISED = 0, IDLE, 2, 3
 """It is written; the rank had nothing to write; it raised before anything was written; it raised later."""
 # Descriptions of the step, for errors after the loss of a rank.
@@ -70,21 +70,21 @@ class SharedStep(Generic[State]):
 
     # --- a step ---
 
-    def meet(self, call: Call, has_gradient: bytes) -> tuple[int, ...]:
+    def sync(self, call: Call, has_gradient: bytes) -> tuple[int, ...]:
         """Compare what this rank is about to do with the other ranks. Collective.
 
         Returns:
             The ranks that have no data left.
 
         Raises:
-            MismatchError, UnusedParameterError, ConfigError: See `StepBarriers.meet`. Nothing was written.
+            MismatchError, UnusedParameterError, ConfigError: See `StepBarriers.sync`. Nothing was written.
             CollectiveError: A rank is lost or late. Nothing was written by any rank of this host.
         """
         if self._barriers is None:
             return ()
         options = self._hash_options()
         try:
-            return self._barriers.meet(
+            return self._barriers.sync(
                 call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
             )
         except PacelineError as error:
@@ -102,7 +102,7 @@ class SharedStep(Generic[State]):
         if self._barriers is not None:
             facts = Facts(Call.REFUSED, failure=str(error))
             try:
-                self._barriers.meet(Call.REFUSED, 0, 0, lambda: facts)
+                self._barriers.sync(Call.REFUSED, 0, 0, lambda: facts)
             except PacelineError:
                 return  # this rank's own error says more
 
@@ -134,7 +134,7 @@ class SharedStep(Generic[State]):
                 raise
         assert self._travel is not None
         with _explaining(has_begun=False):
-            self._travel.meet()  # raises the error that another rank has reported
+            self._travel.barrier()  # raises the error that another rank has reported
             raise CollectiveError(
                 "Another rank could not meet all ranks.",
                 likely="it was in this step, or in the last one of another optimizer of these parameters, in "
@@ -226,7 +226,7 @@ class SharedStep(Generic[State]):
         if self._travel.compares_outcomes and (known is None or self._pieces.storages):
             return self._travel.outcomes(own)
         if self._pieces.storages:
-            self._travel.meet()
+            self._travel.barrier()
         return known or b""
 
     def _is_refused_by_all(self, error: Exception, outcome: int, has_gradient: bytes) -> bool:
@@ -246,7 +246,7 @@ class SharedStep(Generic[State]):
             if _IDLE in outcomes:
                 self.refuse(ConfigError(f"{type(error).__name__}: {error}"))
             elif self._pieces.storages:
-                self._travel.meet()  # no rank reads the step table before all have written to it
+                self._travel.barrier()  # no rank reads the step table before all have written to it
         except PacelineError:
             return False  # this rank's own error says more
         return True
@@ -254,10 +254,10 @@ class SharedStep(Generic[State]):
     def _follow(self, outcomes: bytes) -> None:
         assert self._travel is not None and self._barriers is not None
         if not _is_refusal(outcomes):
-            self._travel.meet()  # raises the error that another rank has reported
+            self._travel.barrier()  # raises the error that another rank has reported
             raise CollectiveError(f"{OWNER}.step: another rank has raised in its part.")
         try:
-            self._barriers.meet(Call.STEP, 0, 0, lambda: Facts(Call.STEP))
+            self._barriers.sync(Call.STEP, 0, 0, lambda: Facts(Call.STEP))
         except ConfigError as error:
             self._refusal = error
             raise
@@ -310,7 +310,7 @@ class SharedStep(Generic[State]):
         if self._barriers is not None:
             call = Call.CONSOLIDATE
             try:
-                self._barriers.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+                self._barriers.sync(call, self._hash_options(), to, lambda: self._facts(call, b""))
             except PacelineError as error:
                 state = in_reach() if is_loss(error) else None
                 if state is None:

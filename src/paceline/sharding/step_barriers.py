@@ -55,14 +55,14 @@ class Facts:
         call: The call that the rank makes.
         options: Each hyperparameter by name ("lr of group 0"), as text.
         without: Names of parameters that have no gradient.
-        member: The replica group of this rank, if replicas differ on purpose (local SGD); empty: they do not.
+        replica_group: The rank's replica group, if replicas differ on purpose (local SGD); else empty.
         failure: Why it refuses the step; empty: it does not.
     """
 
     call: int
     options: dict[str, str] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
-    member: str = ""
+    replica_group: str = ""
     failure: str = ""
 
 
@@ -81,10 +81,10 @@ class StepBarriers:
         self._gather_bytes = gather_bytes
         self._owner = owner
         self._parameters = parameters
-        self._member = ""
+        self._replica_group = ""
         self._replica_group_of = (-1, 0)  # the version of the registry, and the number of parameters
 
-    def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
+    def sync(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
         """Return when all ranks have reached the same call. Collective.
 
         Returns:
@@ -107,7 +107,7 @@ class StepBarriers:
             same_options = len({row[2] for row in rows}) == 1
             if same_options and len({row[1:] for row in active}) <= 1:
                 return joined
-        payload = json.dumps(asdict(replace(facts(), member=self._member))).encode()
+        payload = json.dumps(asdict(replace(facts(), replica_group=self._replica_group))).encode()
         reported = [Facts(**json.loads(each)) for each in self._gather_bytes(payload)]
         raise difference(reported, [row[1] for row in rows], self._owner)
 
@@ -115,8 +115,8 @@ class StepBarriers:
         parameters = self._parameters()
         now = registry.version, len(parameters)
         if self._replica_group_of != now:  # a model was wrapped or dropped
-            self._replica_group_of, self._member = now, registry.replica_group_of(parameters)
-        return _core.hash_bytes(self._member.encode()) if self._member else 0
+            self._replica_group_of, self._replica_group = now, registry.replica_group_of(parameters)
+        return _core.hash_bytes(self._replica_group.encode()) if self._replica_group else 0
 
 
 def difference(reported: Sequence[Facts], numbers: Sequence[int], owner: str) -> PacelineError:
@@ -134,20 +134,20 @@ def difference(reported: Sequence[Facts], numbers: Sequence[int], owner: str) ->
         )
     calls = [Call(each.call).words for each in reported]
     if len(set(calls) - {Call.JOINED_STEP.words}) > 1 or len(set(numbers)) > 1:
-        met = [f"{call}, its barrier number {number}" for call, number in zip(calls, numbers)]
+        made = [f"{call}, its barrier number {number}" for call, number in zip(calls, numbers)]
         return MismatchError(
             f"{owner}: the ranks call different methods of the optimizer.",
             where=f"{where}; {unchanged}",
-            seen=by_ranks(met),
+            seen=by_ranks(made),
             likely="a rank has skipped a step, or has made one more",
             hint="every rank calls step() and consolidate_state_dict() as often, in the same order",
         )
-    members = [each.member for each in reported]
-    if len(set(members)) > 1:
+    groups = [each.replica_group for each in reported]
+    if len(set(groups)) > 1:
         return ConfigError(
             f"{owner}: the ranks that share the optimizer do not train the same model.",
             where=f"{where}; {unchanged}",
-            seen=by_ranks([each or "a model without local_sgd" for each in members]),
+            seen=by_ranks([each or "a model without local_sgd" for each in groups]),
             likely="the model was wrapped with local_sgd, and the optimizer made for all ranks: each gets "
             "parts of the others' parameters in each step",
             hint="a whole optimizer on each rank; or process_group=, a group of the ranks of one host; or no "

@@ -28,7 +28,7 @@ class Travel(Protocol[Spread]):
 
     def gather(self, numbers: bytes) -> bytes: ...
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all ranks have made this call; what they wrote before is visible."""
         ...
 
@@ -74,7 +74,7 @@ class MemoryTravel(Generic[Tensor]):
         self._core.all_gather(self._own_at, self._all_at, NUMBERS_BYTES)
         return self._all.tobytes()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._core.barrier()
 
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
@@ -123,7 +123,7 @@ class GroupTravel(Generic[Tensor]):
     def gather(self, numbers: bytes) -> bytes:
         return b"".join(self._communicator.all_gather(numbers))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._communicator.all_gather(b"")
 
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
@@ -169,9 +169,9 @@ class GroupTravel(Generic[Tensor]):
 
 
 def _outcomes(core: _core.HostGroup, own: int) -> bytes:
-    mine, everybodys = ctypes.c_ubyte(own), (ctypes.c_ubyte * core.world_size)()
-    core.all_gather(ctypes.addressof(mine), ctypes.addressof(everybodys), 1)
-    return bytes(everybodys)
+    mine, of_ranks = ctypes.c_ubyte(own), (ctypes.c_ubyte * core.world_size)()
+    core.all_gather(ctypes.addressof(mine), ctypes.addressof(of_ranks), 1)
+    return bytes(of_ranks)
 
 
 def exchange_over(

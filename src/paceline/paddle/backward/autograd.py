@@ -51,7 +51,7 @@ class PaddleAutograd:
     def __init__(self, tensors: ManagedTensors, state: BackwardState, gradients: Gradients) -> None:
         self._tensors = tensors
         self._state = state
-        self._ways = gradients.hand_over
+        self._hand_overs = gradients.hand_over
         self._gradients = gradients
         self._error: BaseException | None = None  # the error of a hook, which must not raise
         self._is_closed = self._is_installed = False
@@ -186,7 +186,7 @@ class PaddleAutograd:
         if self._is_steady and is_running and index not in self._always_at_end:
             try:
                 if calls.depth == 1:
-                    self._ways[index]()
+                    self._hand_overs[index]()
                 else:
                     self._postpone(index)
             except BaseException as error:
@@ -210,7 +210,7 @@ class PaddleAutograd:
         if self._is_first or index in self._always_at_end or calls.depth > 1:
             self._postpone(index)
         else:
-            self._ways[index]()
+            self._hand_overs[index]()
 
     def is_foreign(self, index: int) -> bool:
         return self._is_closed or (index in self._shared and self._begins_at_outputs)
@@ -222,7 +222,7 @@ class PaddleAutograd:
         if index in self._at_end or calls.depth > 1:
             self._always_at_end.add(index)
         if index in self._state.handed:
-            self._ways[index]()  # records the error that it came again
+            self._hand_overs[index]()  # records the error that it came again
         else:
             self._at_end[index] = None
 
@@ -269,7 +269,7 @@ class PaddleAutograd:
                     self._is_first = False
                     self._listen(self._is_listening)
                 for index in pending:
-                    self._ways[index]()
+                    self._hand_overs[index]()
         except BaseException as error:
             self.keep_error(error)
 

@@ -114,17 +114,17 @@ class PaddleWeights(MicroBatchWeights):
         if not graphs.calls.depth or (not self.is_weighing and self._is_foreign(number)):
             return None
         try:
-            share = self._share_of_incoming()
+            factor = self._share_of_incoming()
         except BaseException as error:
             self._keep_error(error)
             return None
-        if share == 1.0 or gradient is None:
+        if factor == 1.0 or gradient is None:
             return None
         if internals.is_sparse(gradient):
-            internals.scale_rows(gradient, share)
+            internals.scale_rows(gradient, factor)
             return gradient
         # A weight of 0 removes a gradient, whatever its values are: 0 * NaN would be NaN.
-        return gradient * share if share else paddle.zeros_like(gradient)
+        return gradient * factor if factor else paddle.zeros_like(gradient)
 
 
 def _weak_hook(weights: PaddleWeights, number: int) -> Callable[[paddle.Tensor | None], paddle.Tensor | None]:

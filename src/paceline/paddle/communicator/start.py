@@ -240,8 +240,8 @@ def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bo
         else:
             _write(membership, f"{key}/{own}", "")
             # Rank 0 publishes which rank it waited for at its own deadline, which may be a moment later.
-            told_by = Deadline(deadline.left_s() + _LINGER_S)
-            problem = _received_from_rank_0(membership, key, "that all have formed Paddle's group", told_by)
+            answer_by = Deadline(deadline.left_s() + _LINGER_S)
+            problem = _received_from_rank_0(membership, key, "that all have formed Paddle's group", answer_by)
     if problem:
         raise RendezvousError(
             f"{start.who} has formed Paddle's group, and another rank could not.",
@@ -269,13 +269,13 @@ def _publish_from_rank_0(membership: Membership, key: str, text: str, deadline: 
     membership_store, others = membership.membership_store, len(membership.arrivals) - 1
     _write(membership, key, text)
     reason = "not all have read what rank 0 wrote"
-    _wait(lambda: membership_store.add(f"{key}/told", 0) == others or None, deadline, reason)
+    _wait(lambda: membership_store.add(f"{key}/read", 0) == others or None, deadline, reason)
 
 
 def _received_from_rank_0(membership: Membership, key: str, what: str, deadline: Deadline) -> str:
     """Raises like `_await`."""
     text = _await(membership, key, f"rank 0 has not said {what}", deadline)
-    membership.membership_store.add(f"{key}/told", 1)
+    membership.membership_store.add(f"{key}/read", 1)
     return text
 
 

@@ -329,7 +329,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
 
     def _set_auxiliary_var(self, key: str, value: Any) -> None:
         """Called by a GradScaler, which skips a step this way."""
-        self._auxiliary_vars[key] = value  # the optimizer of this rank's part has the same dict
+        self._auxiliary_vars[key] = value  # the optimizer of this rank's shard has the same dict
 
     def _get_auxiliary_var(self, key: str) -> Any:
         return self._auxiliary_vars.get(key)
@@ -392,7 +392,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         return state
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the whole state of a sharded or an unsharded optimizer; each rank keeps its part.
+        """Load the whole state of a sharded or an unsharded optimizer; each rank keeps its shard.
 
         Not collective, but every rank must load the same.
 

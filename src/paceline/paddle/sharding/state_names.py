@@ -70,13 +70,13 @@ class LoadedState:
         self._values = {name: value for name, value in state.items() if name not in _NO_TENSORS}
         names = [parameter.name for parameter in parameters]
         prefixes = tuple(f"{name}_" for name in names)
-        strange = [key for key in self._values if not key.startswith(prefixes)]
-        strange += [key for key in self._masters if key not in names]
-        if strange:
+        unknown = [key for key in self._values if not key.startswith(prefixes)]
+        unknown += [key for key in self._masters if key not in names]
+        if unknown:
             raise ConfigError(
                 f"{OWNER}.set_state_dict: the state is of other parameters.",
                 expected=f"names that begin with those of the parameters: {shorten(names)}",
-                got=shorten(strange),
+                got=shorten(unknown),
                 likely="Paddle numbers layers as a process makes them, and this one has made others before",
                 hint="make the model before anything else, as when the state was saved; or in `with "
                 "paddle.utils.unique_name.guard():`",
