@@ -106,10 +106,9 @@ void bind_backward_records(nb::module_& m) {
   nb::class_<BackwardRecords>(m, "BackwardRecords", nb::type_slots(slots))
       .def(nb::init<nb::object>())
       .def_ro("samples", &BackwardRecords::samples,
-              "How many samples forwards computed.")
+              "The number of samples in forwards.")
       .def_ro("between_ns", &BackwardRecords::between_ns,
-              "How long it took from ends of backward passes to the forwards "
-              "after.")
+              "Time from the ends of backwards to the next forwards.")
       .def("begin_forward",
            [](BackwardRecords& self, int64_t backward, bool is_syncing,
               bool is_training, const nb::tuple& inputs,

@@ -99,7 +99,7 @@ void bind_backward_status(nb::module_& m) {
       .def("pack", &BackwardStatus::pack)
       .def_static("unpack", &BackwardStatus::unpack, "word"_a)
       .def_static("agree", &agree, "words"_a,
-                  "Whether ranks that have data and tell these words agree.")
+                  "Whether ranks with data that report these words agree.")
       .def(nb::self == nb::self)
       .def("__repr__", &describe);
 }

@@ -111,8 +111,8 @@ class CallHooks final : public Hooks {
 /// Makes a long call that waits for no other rank, without Python's lock.
 template <class Call>
 void without_lock(Call&& call) {
-  const nanobind::object nobody = nanobind::none();
-  CallHooks hooks(nullptr, nobody, nullptr, /*unlock_now=*/true);
+  const nanobind::object no_callback = nanobind::none();
+  CallHooks hooks(nullptr, no_callback, nullptr, /*unlock_now=*/true);
   call();
 }
 

@@ -225,10 +225,10 @@ class GradientHook {
   }
 
   bool is_transformed(const nb::object& gradient) {
-    const nb::object told = nb::steal(
+    const nb::object answer = nb::steal(
         PyObject_CallMethodNoArgs(gradient.ptr(), transformed_name_.ptr()));
-    if (!told.is_valid()) PyErr_Clear();
-    const bool is = told.ptr() != Py_False;
+    if (!answer.is_valid()) PyErr_Clear();
+    const bool is = answer.ptr() != Py_False;
     if (!is && asks_ == Asks::kOnce) asks_ = Asks::kNever;
     return is;
   }

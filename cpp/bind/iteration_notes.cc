@@ -200,15 +200,15 @@ void bind_iteration_notes(nb::module_& m) {
            "counted"_a, "version"_a, "sampled"_a, "begins"_a, "sizes"_a,
            "turns"_a)
       .def_rw("batches", &IterationNotes::batches,
-              "Taken from iterate() since the backward before.")
+              "Batches taken from iterate() since the previous backward.")
       .def_prop_ro("writes", &IterationNotes::writes,
-                   "To parameters since the backward before.")
+                   "Writes to parameters since the previous backward.")
       .def("take", &IterationNotes::take, "forwards"_a, "accumulated"_a,
            "The note of the backward that ends now; 0 unless begin() was "
            "called.")
       .def("begin", &IterationNotes::begin, "forwards"_a, "backward"_a,
-           "A good backward of all ranks has ended, of this number on every "
-           "rank: what comes now can be compared.");
+           "Call when a backward has succeeded on all ranks, with this number "
+           "on each: the notes after it can be compared.");
 }
 
 }  // namespace paceline

@@ -76,7 +76,7 @@ void hold_late_threads() {
 
 void bind_late_threads(nanobind::module_& m) {
   m.def("hold_late_threads", hold_late_threads,
-        "From now on no thread of a foreign library aborts the process at its "
+        "From now on, no thread of another library aborts the process at its "
         "end.");
 }
 

@@ -86,7 +86,7 @@ auto by_rank(Read read) {
 }  // namespace
 
 void bind_backward_reports(nb::module_& m) {
-  const auto told = [](auto read) {
+  const auto of_ranks = [](auto read) {
     return [read](const BackwardResult& self) {
       std::vector<decltype(read(self.ranks.front()))> found;
       for (const auto& each : self.ranks) found.push_back(read(each));
@@ -106,10 +106,10 @@ void bind_backward_reports(nb::module_& m) {
   nb::class_<BackwardResult>(m, "BackwardResult")
       .def_ro("outcome", &BackwardResult::outcome)
       .def_ro("is_void", &BackwardResult::is_void)
-      .def_prop_ro("statuses", told([](const BackwardResult::Rank& each) {
+      .def_prop_ro("statuses", of_ranks([](const BackwardResult::Rank& each) {
                      return each.status();
                    }))
-      .def_prop_ro("notes", told([](const BackwardResult::Rank& each) {
+      .def_prop_ro("notes", of_ranks([](const BackwardResult::Rank& each) {
                      return each.note;
                    }))
       .def_prop_ro("unused",

@@ -62,7 +62,7 @@ void bind_compression(nb::module_& m) {
   m.def("encoded_bytes", &encoded_bytes_of, "encoding"_a, "count"_a);
   m.def("encode", &encode_at, "encoding"_a, "values"_a, "error"_a,
         "next_error"_a, "factor"_a, "count"_a, "codes"_a,
-        "Errors of 0 are none.");
+        "`error` and `next_error` may be 0: no error is kept.");
   m.def("decode_mean", &decode_mean_at, "encoding"_a, "codes"_a, "weights"_a,
         "count"_a, "mean"_a);
 }

@@ -24,8 +24,8 @@ void bind_faults(nb::module_& m) {
                   nth, {peer, static_cast<Point>(peer_point)});
       },
       "point"_a, "action"_a, "nth"_a, "peer"_a = -1, "peer_point"_a = 0,
-      "At this thread's nth passage of the point does one of FAULT_ACTIONS; "
-      "but not before the rank `peer` has passed its point once more.");
+      "Does one of FAULT_ACTIONS at this thread's nth passage of the point, "
+      "but not before the rank `peer` has passed `peer_point` once more.");
   m.def(
       "count_passages",
       [](Pointer table, int world, int rank) {

@@ -337,7 +337,7 @@ void bind_host_group(nb::module_& m) {
             return PyHostGroup(g, Patience{timeout_s, warn_after_s});
           },
           "timeout_s"_a, "warn_after_s"_a, nb::keep_alive<0, 1>(),
-          "The same group, for somebody whose calls wait for another time.")
+          "The same group, with other time-outs for calls.")
       .def_prop_ro("is_closed",
                    [](PyHostGroup& g) { return g.group().session.is_closed(); })
       .def("all_reduce", &PyHostGroup::all_reduce, "pointer"_a, "count"_a,

@@ -28,8 +28,9 @@ class PyHostSums {
   void work(size_t bytes, Body body) {
     group_->check_not_forked();
     group_->call_without_waiting([&](HostGroup&) {
-      const nb::object nobody = nb::none();
-      CallHooks const hooks(nullptr, nobody, nullptr, bytes >= kUnlockBytes);
+      const nb::object no_callback = nb::none();
+      CallHooks const hooks(nullptr, no_callback, nullptr,
+                            bytes >= kUnlockBytes);
       body(*sums_);
     });
   }

@@ -51,7 +51,7 @@ void bind_kernels(nb::module_& m) {
   nb::class_<PyDefaultFloats>(
       m, "DefaultFloats",
       "A context in which this thread rounds to nearest and keeps subnormals, "
-      "as a process starts; then the thread has its own setting back.")
+      "as in a new process; at its end, the thread's own setting is restored.")
       .def(nb::init<>())
       .def("__enter__", [](PyDefaultFloats& self) { self.enter(); })
       .def("__exit__",

@@ -22,13 +22,13 @@ using Runs = std::vector<std::pair<size_t, size_t>>;
 
 /// Called after a stray write. Never freed, because a stray write may occur at
 /// any time, even while the interpreter finalizes.
-PyObject* teller = nullptr;
-std::atomic<bool> is_telling{false};
+PyObject* stray_write_callback = nullptr;
+std::atomic<bool> is_report_pending{false};
 
-int tell(void*) {
-  is_telling.store(false);
-  if (teller == nullptr) return 0;
-  PyObject* const result = PyObject_CallNoArgs(teller);
+int report(void*) {
+  is_report_pending.store(false);
+  if (stray_write_callback == nullptr) return 0;
+  PyObject* const result = PyObject_CallNoArgs(stray_write_callback);
   if (result == nullptr) return -1;
   Py_DECREF(result);
   return 0;
@@ -37,8 +37,9 @@ int tell(void*) {
 /// Runs within a signal handler. The main thread calls report() when it returns
 /// from the kernel that has written, or at its next line of Python.
 void on_stray_write() {
-  if (!is_telling.exchange(true) && Py_AddPendingCall(tell, nullptr) != 0)
-    is_telling.store(false);
+  if (!is_report_pending.exchange(true) &&
+      Py_AddPendingCall(report, nullptr) != 0)
+    is_report_pending.store(false);
 }
 
 std::vector<ModelMemory::Run> as_runs(const Runs& pairs) {
@@ -53,17 +54,16 @@ void bind_model_memory(nb::module_& m) {
   m.def(
       "tell_stray_writes",
       [](nb::object listener) {
-        PyObject* const before = teller;
-        teller = listener.release().ptr();
+        PyObject* const before = stray_write_callback;
+        stray_write_callback = listener.release().ptr();
         Py_XDECREF(before);
         set_stray_write_listener(&on_stray_write);
       },
       "listener"_a,
-      "From now on a write to `ModelMemory.values` that nobody had announced "
-      "is "
-      "undone, and `listener()` is called, which raises.");
+      "From now on, an unannounced write to `ModelMemory.values` goes to "
+      "private pages, and `listener()` is called to undo it and raise.");
   m.def("create_model_memory", &ModelMemory::create, "nbytes"_a,
-        "Returns the descriptor of a sealed memfd, as yet without memory.");
+        "Returns the descriptor of a sealed memfd without reserved memory.");
   nb::class_<ModelMemory>(m, "ModelMemory")
       .def(nb::init<int>(), "fd"_a)
       .def_prop_ro("nbytes", &ModelMemory::size)

@@ -40,7 +40,7 @@ void bind_region(nb::module_& m) {
         }
         return nb::bytes(reinterpret_cast<const char*>(nonce), sizeof(nonce));
       },
-      "fd"_a, "The 16 bytes that the maker of the region wrote into it.");
+      "fd"_a, "The 16 bytes that the creator of the region wrote into it.");
 }
 
 }  // namespace paceline

@@ -77,13 +77,14 @@ uintptr_t address_of(nb::handle object) {
 
 }  // namespace
 
-CountedStorageUses::CountedStorageUses(const nb::list& samples, nb::object tell)
-    : tell_(std::move(tell)) {
-  std::vector<Told> told;
+CountedStorageUses::CountedStorageUses(const nb::list& samples,
+                                       nb::object describe)
+    : describe_(std::move(describe)) {
+  std::vector<Facts> known;
   size_t object_bytes = SIZE_MAX;
   for (const nb::handle sample : samples) {
     type_ = nb::borrow<nb::object>(sample.type());
-    told.push_back(told_of(sample));
+    known.push_back(facts_of(sample));
     object_bytes = std::min(
         object_bytes, static_cast<size_t>(Py_TYPE(sample.ptr())->tp_basicsize));
   }
@@ -92,38 +93,39 @@ CountedStorageUses::CountedStorageUses(const nb::list& samples, nb::object tell)
   const auto find = [&](size_t from, size_t end, auto place, auto wanted) {
     for (; from + sizeof(void*) <= end; from += sizeof(void*)) {
       bool is_in_all = true;
-      for (size_t i = 0; i < told.size() && is_in_all; ++i)
+      for (size_t i = 0; i < known.size() && is_in_all; ++i)
         is_in_all = word_at(place(i) + from) == wanted(i);
       if (is_in_all) return from;
     }
     return end;
   };
-  if (told.size() < 2) return;
+  if (known.size() < 2) return;
   of_tensor_ = find(
       sizeof(PyObject), object_bytes,
       [&](size_t i) { return reinterpret_cast<uintptr_t>(samples[i].ptr()); },
-      [&](size_t i) { return told[i].tensor; });
+      [&](size_t i) { return known[i].tensor; });
   if (of_tensor_ == object_bytes) return;
   of_storage_ = find(
-      sizeof(void*), kSearchedBytes, [&](size_t i) { return told[i].tensor; },
-      [&](size_t i) { return told[i].use.storage; });
+      sizeof(void*), kSearchedBytes, [&](size_t i) { return known[i].tensor; },
+      [&](size_t i) { return known[i].use.storage; });
   if (of_storage_ == kSearchedBytes) return;
   is_direct_ = true;
-  for (size_t i = 0; i < told.size(); ++i)
+  for (size_t i = 0; i < known.size(); ++i)
     is_direct_ =
-        is_direct_ && read(samples[i].ptr()).count == told[i].use.count;
+        is_direct_ && read(samples[i].ptr()).count == known[i].use.count;
 }
 
 StorageUses::Use CountedStorageUses::of(PyObject* tensor) const {
   if (!Py_IS_TYPE(tensor, reinterpret_cast<PyTypeObject*>(type_.ptr())))
     return {0, 0};
-  return is_direct_ ? read(tensor) : told_of(tensor).use;
+  return is_direct_ ? read(tensor) : facts_of(tensor).use;
 }
 
-CountedStorageUses::Told CountedStorageUses::told_of(nb::handle tensor) const {
-  if (!tell_.is_valid()) return {};  // cleared by the garbage collector
+CountedStorageUses::Facts CountedStorageUses::facts_of(
+    nb::handle tensor) const {
+  if (!describe_.is_valid()) return {};  // cleared by the garbage collector
   const auto [address, storage, count] =
-      nb::cast<std::tuple<uintptr_t, uintptr_t, size_t>>(tell_(tensor));
+      nb::cast<std::tuple<uintptr_t, uintptr_t, size_t>>(describe_(tensor));
   return {address, {storage, count}};
 }
 

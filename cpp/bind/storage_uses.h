@@ -11,7 +11,7 @@ namespace paceline {
 
 namespace nb = nanobind;
 
-/// Tells how often the storage of a tensor is used.
+/// Counts the tensors that use a tensor's storage.
 class StorageUses {
  public:
   struct Use {
@@ -42,9 +42,9 @@ class StorageUses {
 /// paceline/torch). If they are not found, the slow call is used.
 class CountedStorageUses final : public StorageUses {
  public:
-  /// `samples` are tensors; `tell(tensor)` returns the addresses of torch's
+  /// `samples` are tensors; `describe(tensor)` returns the addresses of torch's
   /// object and of the storage, and the count.
-  CountedStorageUses(const nb::list& samples, nb::object tell);
+  CountedStorageUses(const nb::list& samples, nb::object describe);
 
   /// A tensor of a class other than that of the samples counts as one without
   /// storage.
@@ -53,18 +53,18 @@ class CountedStorageUses final : public StorageUses {
   bool is_direct() const { return is_direct_; }
 
   int traverse(visitproc visit, void* arg) const {
-    Py_VISIT(tell_.ptr());
+    Py_VISIT(describe_.ptr());
     Py_VISIT(type_.ptr());
     return 0;
   }
-  void clear() { tell_.reset(); }
+  void clear() { describe_.reset(); }
 
  private:
-  struct Told {
+  struct Facts {
     uintptr_t tensor;
     Use use;
   };
-  Told told_of(nb::handle tensor) const;
+  Facts facts_of(nb::handle tensor) const;
   Use read(PyObject* tensor) const {
     const uintptr_t storage =
         word_at(word_at(reinterpret_cast<uintptr_t>(tensor) + of_tensor_) +
@@ -79,7 +79,7 @@ class CountedStorageUses final : public StorageUses {
   /// in the count.
   static constexpr size_t kOfCount = sizeof(void*);
 
-  nb::object tell_;
+  nb::object describe_;
   nb::object type_;
   bool is_direct_ = false;
   size_t of_tensor_ = 0;   ///< in the Python object

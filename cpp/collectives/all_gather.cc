@@ -60,14 +60,14 @@ void gather_everywhere_or_at(Calls& calls, int root, const void* in, void* out,
   };
   if (bytes <= kSmallBytes) {
     memcpy(calls.small(calls.rank()), in, bytes);
-    calls.meet();
+    calls.barrier();
     copy_all([&](int r) { return calls.small(r); }, 0, bytes);
     return;
   }
   const uint64_t place = calls.place_of(in, bytes);
-  if (calls.meet(place) == Places::kInRegion) {
+  if (calls.barrier(place) == Places::kInRegion) {
     copy_all([&](int r) { return calls.slab(r) + place; }, 0, bytes);
-    calls.meet();
+    calls.barrier();
     return;
   }
   const auto* at = static_cast<const std::byte*>(in);
@@ -75,7 +75,7 @@ void gather_everywhere_or_at(Calls& calls, int root, const void* in, void* out,
        begin += kPieceBytes, calls.next_piece()) {
     const size_t length = std::min(kPieceBytes, bytes - begin);
     memcpy(calls.piece(calls.rank()), at + begin, length);
-    calls.meet();
+    calls.barrier();
     copy_all([&](int r) { return calls.piece(r); }, begin, length);
   }
 }
@@ -133,7 +133,7 @@ void all_gather_pieces(
         kPieceBytes, [&](std::byte* at, size_t offset, size_t length) {
           memcpy(own + offset, at, length);
         });
-    calls.meet();
+    calls.barrier();
     fault_point(Point::kCopyOut);
     for (int r = 0; r < calls.world(); ++r) {
       if (r == calls.rank()) continue;

@@ -111,13 +111,13 @@ void reduce_through_pieces(Calls& calls, int root, std::byte* data,
   for (uint64_t k = 0; k < pieces; ++k, calls.next_piece()) {
     memcpy(calls.piece(calls.rank()), data + range(k).begin * size,
            range(k).size() * size);
-    calls.meet();
+    calls.barrier();
     reduce_chunk(
         calls, [&](int r) { return calls.piece(r); }, root, range(k).size(),
         dtype, op);
     if (k > 0) copy_out(k - 1);
   }
-  calls.meet();
+  calls.barrier();
   copy_out(pieces - 1);
 }
 
@@ -128,12 +128,12 @@ void reduce_everywhere_or_at(Calls& calls, int root, void* data, size_t count,
   const uint64_t place = bytes <= kTinyBytes ? 0 : calls.place_of(data, bytes);
   if (bytes <= kSmallSumBytes && place == 0)
     memcpy(calls.small(calls.rank()), data, bytes);
-  const Places places = calls.meet(place);
+  const Places places = calls.barrier(place);
   if (places == Places::kInRegion) {
     reduce_chunk(
         calls, [&](int r) { return calls.slab(r) + place; }, root, count, dtype,
         op);
-    calls.meet();
+    calls.barrier();
   } else if (places == Places::kOutside && bytes <= kSmallSumBytes) {
     if (root < 0 || root == calls.rank())
       reduce_all(

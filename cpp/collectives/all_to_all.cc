@@ -57,7 +57,7 @@ void all_to_all(Calls& calls, const void* in,
   const auto me = static_cast<size_t>(calls.rank());
   std::copy(in_bytes.begin(), in_bytes.end(), sizes_of(me)->sends);
   std::copy(out_bytes.begin(), out_bytes.end(), sizes_of(me)->expects);
-  calls.meet();
+  calls.barrier();
   uint64_t most = 0;
   for (size_t source = 0; source < ranks; ++source) {
     for (size_t to = 0; to < ranks; ++to) {
@@ -87,7 +87,7 @@ void all_to_all(Calls& calls, const void* in,
       memcpy(calls.piece(calls.rank()) + r * slot_bytes,
              static_cast<const std::byte*>(in) + at + begin, part(in_bytes[r]));
     }
-    calls.meet();
+    calls.barrier();
     fault_point(Point::kCopyOut);
     at = 0;
     for (size_t r = 0; r < ranks; at += out_bytes[r], ++r) {

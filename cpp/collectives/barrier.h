@@ -10,7 +10,7 @@ namespace paceline {
 inline void barrier(Calls& calls, double timeout_s) {
   calls.begin(CallKind::kBarrier, 0, DType::kUInt8, ReduceOp::kSum, 0, 1,
               timeout_s);
-  calls.meet();
+  calls.barrier();
 }
 
 }  // namespace paceline

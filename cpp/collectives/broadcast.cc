@@ -49,15 +49,15 @@ void broadcast(Calls& calls, void* data, size_t bytes, int root,
   const bool is_root = calls.rank() == root;
   if (bytes <= kSmallBytes) {
     if (is_root) memcpy(calls.small(root), data, bytes);
-    calls.meet();
+    calls.barrier();
     if (!is_root) memcpy(data, calls.small(root), bytes);
     return;
   }
   const uint64_t place = calls.place_of(data, bytes);
-  if (calls.meet(place) == Places::kInRegion) {
+  if (calls.barrier(place) == Places::kInRegion) {
     fault_point(Point::kCopyOut);
     if (!is_root) memcpy(data, calls.slab(root) + place, bytes);
-    calls.meet();
+    calls.barrier();
     return;
   }
   auto* at = static_cast<std::byte*>(data);
@@ -65,7 +65,7 @@ void broadcast(Calls& calls, void* data, size_t bytes, int root,
        begin += kPieceBytes, calls.next_piece()) {
     const size_t length = std::min(kPieceBytes, bytes - begin);
     if (is_root) memcpy(calls.piece(root), at + begin, length);
-    calls.meet();
+    calls.barrier();
     fault_point(Point::kCopyOut);
     if (!is_root) memcpy(at + begin, calls.piece(root), length);
   }
@@ -75,7 +75,7 @@ void scatter(Calls& calls, const void* in, void* out, size_t bytes, int root,
              double timeout_s) {
   calls.begin(CallKind::kScatter, bytes, DType::kUInt8, ReduceOp::kSum, root, 1,
               timeout_s);
-  calls.meet();  // compares the calls before any staging buffer is written
+  calls.barrier();  // compares the calls before any staging buffer is written
   const auto ranks = static_cast<size_t>(calls.world());
   const auto* blocks = static_cast<const std::byte*>(in);
   const size_t slot_bytes =
@@ -89,7 +89,7 @@ void scatter(Calls& calls, const void* in, void* out, size_t bytes, int root,
                length);
       }
     }
-    calls.meet();
+    calls.barrier();
     fault_point(Point::kCopyOut);
     memcpy(static_cast<std::byte*>(out) + begin,
            calls.piece(root) + slot_bytes * static_cast<size_t>(calls.rank()),

@@ -23,7 +23,7 @@ void Calls::begin(CallKind kind, size_t count, DType dtype, ReduceOp op,
   own_.call_number.store(call_.number, std::memory_order_release);
 }
 
-Places Calls::meet(uint64_t place) {
+Places Calls::barrier(uint64_t place) {
   fault_point(Point::kBeforeArrive);
   Gate& gate = gate_;
   // Relaxed: this rank took part in the previous phase, so it knows the value.

@@ -48,7 +48,7 @@ class Calls {
              double weight, double timeout_s);
   /// Arrives at the gate and waits for all ranks. Throws kMismatch on every
   /// rank if calls differ. Returns how the `place`s of all ranks compare.
-  Places meet(uint64_t place = 0);
+  Places barrier(uint64_t place = 0);
   /// 0 if the pointer is not in this rank's heap; else a number that is equal
   /// at equal offsets.
   uint64_t place_of(const void* data, size_t bytes) const;

@@ -93,9 +93,9 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
   // that.
   bytes = std::min(bytes, size_t{1} << 60);
   const size_t length = round_up(std::max<size_t>(bytes, 1), page_bytes());
-  calls_.meet();
+  calls_.barrier();
   if (calls_.rank() == 0) decide(length);
-  calls_.meet();
+  calls_.barrier();
   // Acquire; pairs with decide().
   const uint32_t entry =
       mapping_.header().last_allocation.load(std::memory_order_acquire);
@@ -131,7 +131,7 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
                                                      : ENOMEM;
   mapping_.own_line().allocation_error.store(static_cast<uint32_t>(error),
                                              std::memory_order_relaxed);
-  calls_.meet();
+  calls_.barrier();
   try {
     check_reserved(length, own_failure);
   } catch (const Failure&) {

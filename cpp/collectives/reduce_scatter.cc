@@ -50,7 +50,7 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
   };
   if (block_bytes * ranks <= kSmallBytes) {
     memcpy(calls.small(calls.rank()), blocks, block_bytes * ranks);
-    calls.meet();
+    calls.barrier();
     for (int r = 0; r < calls.world(); ++r)
       inputs[r] =
           calls.small(r) + block_bytes * static_cast<size_t>(calls.rank());
@@ -58,13 +58,13 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
     return;
   }
   const uint64_t place = calls.place_of(in, block_bytes * ranks);
-  if (calls.meet(place) == Places::kInRegion) {
+  if (calls.barrier(place) == Places::kInRegion) {
     for (int r = 0; r < calls.world(); ++r)
       inputs[r] = calls.slab(r) + place +
                   block_bytes * static_cast<size_t>(calls.rank());
     // `out` may be within `in`; no other rank reads this rank's block there.
     reduce_to(&out, 1, count);
-    calls.meet();
+    calls.barrier();
     return;
   }
   const size_t slot_bytes =
@@ -77,7 +77,7 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
       memcpy(calls.piece(calls.rank()) + r * slot_bytes,
              blocks + r * block_bytes + begin * size, elements * size);
     }
-    calls.meet();
+    calls.barrier();
     void* outputs[kMaxRanks + 1];
     for (int r = 0; r < calls.world(); ++r) {
       outputs[r] =

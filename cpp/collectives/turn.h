@@ -26,10 +26,10 @@ class Turn {
   /// Takes the turn if it is free; returns whether it did. The caller must not
   /// hold it.
   bool try_take() {
-    Thread nobody = kNobody;
+    Thread expected = kNoThread;
     // acquire: sees what the last holder did; pairs with give_back(). seq_cst:
     // ordered after the increment of `waiting_` in try_take_for().
-    return holder_.compare_exchange_strong(nobody, this_thread(),
+    return holder_.compare_exchange_strong(expected, this_thread(),
                                            std::memory_order_seq_cst,
                                            std::memory_order_seq_cst);
   }
@@ -45,7 +45,7 @@ class Turn {
   void give_back() {
     // seq_cst: before the load of `waiting_`. A thread that increments
     // `waiting_` after that load finds the turn free.
-    holder_.store(kNobody, std::memory_order_seq_cst);
+    holder_.store(kNoThread, std::memory_order_seq_cst);
     if (waiting_.load(std::memory_order_seq_cst) == 0) return;
     // A thread in try_take_for() has either not checked yet, or sleeps.
     {
@@ -61,9 +61,9 @@ class Turn {
   static Thread this_thread() { return static_cast<Thread>(pthread_self()); }
 
  private:
-  static constexpr Thread kNobody = 0;
+  static constexpr Thread kNoThread = 0;
 
-  Atomic<Thread> holder_{kNobody};
+  Atomic<Thread> holder_{kNoThread};
   Atomic<uint32_t> waiting_{0};
   std::mutex mutex_;  ///< for `given_back_`
   std::condition_variable given_back_;

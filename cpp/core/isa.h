@@ -48,7 +48,7 @@ struct PerIsa {
 
 }  // namespace paceline
 
-/// The versions of `name`, which each namespace has: what PerIsa holds.
+/// The initialiser of a PerIsa with the versions of `name`, one per namespace.
 #if defined(__x86_64__)
 #define PACELINE_VERSIONS_OF(name) \
   {&portable::name, &avx2::name, &avx512::name, nullptr}

@@ -78,7 +78,7 @@ uint32_t Reducer::complete_backward(const BackwardStatus& status,
   }
   wait_for(control().chunks_done, backward_ * total_chunks_, kEnded,
            [&] { progress(ChunkLimit::kAll); });
-  record_wait(kNobody);
+  record_wait(kNoRank);
   Recorder* const recorder = Recorder::current();
   const int64_t copying_from_ns = recorder == nullptr ? 0 : now_ns();
   copy_back();
@@ -190,10 +190,10 @@ uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
                       ? 0
                       : std::max<int64_t>(0, own.ended_ns - backward_over_ns_ -
                                                  (slept_ns - slept_before_ns_));
-  if (uint32_t told = 0; note_ != 0 &&
-                         !shared.note.compare_exchange_strong(
-                             told, note_, std::memory_order_relaxed) &&
-                         told != note_) {
+  if (uint32_t other = 0; note_ != 0 &&
+                          !shared.note.compare_exchange_strong(
+                              other, note_, std::memory_order_relaxed) &&
+                          other != note_) {
     flags |= kBackwardNotesDiffer;
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
@@ -261,14 +261,14 @@ void Reducer::restart_without_reduction() {
   const auto world = static_cast<uint64_t>(session_.world());
   // Two barriers: no rank reduces any more when rank 0 writes, and no rank goes
   // on before rank 0 has written.
-  const auto meet = [&](Stage next, uint64_t target) {
+  const auto barrier = [&](Stage next, uint64_t target) {
     if (count_up(shared.restarted, target)) ring(kWakeAll);
     header(session_.rank(), backward_)
         .stage.store(stage(next), std::memory_order_relaxed);
     wait_for(shared.restarted, target, next, [] {});
   };
   const uint64_t base = restarts_++ * 2 * world;
-  meet(kVoid, base + world);
+  barrier(kVoid, base + world);
   if (session_.rank() == 0) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       bucket_control(b).arrived.store(backward_ * world,
@@ -279,8 +279,8 @@ void Reducer::restart_without_reduction() {
     shared.chunks_done.store(backward_ * total_chunks_,
                              std::memory_order_relaxed);
   }
-  meet(kReset, base + 2 * world);
-  record_wait(kNobody);
+  barrier(kReset, base + 2 * world);
+  record_wait(kNoRank);
 }
 
 template <class Work>

@@ -213,7 +213,7 @@ class Reducer final : OpenBackward {
   void close();
 
  private:
-  static constexpr int kNobody = -1;
+  static constexpr int kNoRank = -1;
   struct Segment {
     /// In bytes, within the gradient buffer.
     size_t offset;
@@ -224,7 +224,7 @@ class Reducer final : OpenBackward {
     uint32_t order;
     DType dtype;
     /// The rank to which its chunk is assigned.
-    int owner = kNobody;
+    int owner = kNoRank;
     /// Indices into receivers_, if means are scattered.
     uint32_t first_receiver = 0;
     uint32_t end_receiver = 0;
@@ -383,7 +383,7 @@ class Reducer final : OpenBackward {
   template <class Ready>
   void wait_until(Stage awaited, Ready ready);
   /// Records the last wait, if there was any. `whom`: the last rank to arrive,
-  /// or kNobody.
+  /// or kNoRank.
   void record_wait(int whom);
   void ring(int count);
   /// After the end of the group; see the top of this file.
