@@ -229,7 +229,7 @@ void give_alternate_stack() {
         mmap(nullptr, page_bytes() + kBytes, PROT_READ | PROT_WRITE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) return;
-    mprotect(mapped, page_bytes(), PROT_NONE);  // stacks grow down to there
+    mprotect(mapped, page_bytes(), PROT_NONE);  // a guard page below the stack
     ours = static_cast<char*>(mapped) + page_bytes();
   }
   const stack_t stack = {.ss_sp = ours, .ss_flags = 0, .ss_size = kBytes};

@@ -60,7 +60,7 @@ class CrashWatch {
   CrashWatch(const CrashWatch&) = delete;
   CrashWatch& operator=(const CrashWatch&) = delete;
 
-  /// What the handler needs of a group.
+  /// The parts of a group that the handler uses.
   struct Group {
     Header* header;
     RankLine* line;

@@ -4,9 +4,9 @@
 // The liveness thread holds this rank's life word as a thread holds a robust
 // mutex. When its process dies, in whatever way, the kernel marks the word and
 // wakes a sleeper before it tears down the address space: after 0.1 to 0.2 ms,
-// whatever the size of the process (pidfd and sockets need hundreds at 4 GiB).
-// The liveness threads of the other ranks sleep on all life words, and set the
-// group's abort word at a death. Where the kernel does not do this (some
+// whatever the size of the process (pidfd and sockets need hundreds of ms at
+// 4 GiB). The liveness threads of the other ranks sleep on all life words, and
+// set the group's abort word at a death. Where the kernel does not do this (some
 // sandboxes and emulators), the liveness threads check every half second
 // whether a file lock is still held.
 #pragma once
