@@ -153,8 +153,9 @@ def _become(connection: socket.socket, of_server: tuple[socket.socket, ...]) -> 
             status = 0
         except SystemExit as ended:
             status = _status_of(ended.code)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:
+            trace = _trace_of_program(error.__traceback__)
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as a Python that ends
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -239,6 +240,17 @@ def _run(path: str, arguments: list[str]) -> None:
         sys.argv = [kind, *arguments]
         sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
         runpy.run_path(kind, run_name="__main__")
+
+
+def _trace_of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Without the frames that a Python of its own does not have: those of this file, and of runpy."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        "<frozen runpy>",
+        runpy.__file__,
+    ):
+        trace = trace.tb_next
+    return trace
 
 
 def _status_of(code: Any) -> int:

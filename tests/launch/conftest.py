@@ -30,10 +30,15 @@ def _compiled_once() -> Iterator[None]:
 
 
 class Launcher:
-    """`paceline run` with pipes as its standard streams, in a folder of its own."""
+    """`paceline run` with pipes as its standard streams, in a folder of its own.
+
+    `python` is what it runs under: a test whose ranks need torch, and in which no process is killed, may set
+    one that has imported it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.python = sys.executable
         self._started: list[subprocess.Popen[str]] = []
 
     def write(self, script: str, name: str = "script.py") -> Path:
@@ -50,7 +55,7 @@ class Launcher:
         if script:
             self.write(script)
         process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "run", *arguments],
+            [self.python, "-m", "paceline", "run", *arguments],
             cwd=self.folder,
             stdin=options.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.harness.warm import warm_python
 from tests.launch.conftest import Launcher
 
 TRAIN = """
@@ -37,6 +38,7 @@ TRAIN = """
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_rank_that_leaves_too_early_says_so(launcher: Launcher, skips: bool) -> None:
+    launcher.python = warm_python("torch")
     done = launcher.run("-n", "2", "script.py", script=TRAIN.format(skips=skips))
     assert ("Rank 1 of 2 leaves while rank 0 waits for it" in done.stderr) == skips
     assert "Rank 0 of 2 leaves" not in done.stderr
@@ -67,6 +69,7 @@ LOSE = """
 
 def test_ranks_that_leave_because_another_one_is_lost_blame_none(launcher: Launcher) -> None:
     """They leave in the middle of the same backward, so each of them looks as if the other one waited."""
+    launcher.python = warm_python("torch")
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     done = launcher.run("-n", "3", "script.py", script=LOSE, env=environment)
     assert "leaves while" not in done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.warm import warm_python
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,7 @@ def test_an_error_that_all_ranks_raise_is_printed_once_and_briefly(launcher: Lau
         torch.distributed.init_process_group("paceline")
         DistributedDataParallel(Model())(torch.ones(1, 2)).sum().backward()
     """
+    launcher.python = warm_python("torch")
     done = launcher.run("-n", "4", "script.py", script=script)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -7,12 +7,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.harness.warm import warm_python
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -66,8 +66,10 @@ def start(launcher: Launcher) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(
         *options: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
+        # The agent that starts the ranks of several hosts is torch's.
+        python = warm_python("torch") if "--nnodes" in options else launcher.python
         process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "run", *options],
+            [python, "-m", "paceline", "run", *options],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -44,12 +44,12 @@ with open(sys.argv[1] + "/data.json") as file:
 layer = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
 torch.nn.init.zeros_(layer.weight)
 model = paceline.torch.DistributedDataParallel(layer)
-optimizer = torch.optim.SGD(model.parameters(), lr={RATE})
-for _ in range({STEPS}):
+for _ in range({STEPS}):  # torch's optimizers import its compiler, which takes longer than all of this
     loss = torch.nn.functional.mse_loss(model(inputs[rank::2]), targets[rank::2])
-    optimizer.zero_grad()
+    model.zero_grad()
     loss.backward()
-    optimizer.step()
+    with torch.no_grad():
+        layer.weight -= {RATE} * layer.weight.grad
 found = {{
     "weight": layer.weight.tolist(),
     "path": model.gradient_path,
