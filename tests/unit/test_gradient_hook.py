@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from paceline.reducer.backward.state import BackwardState  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
 from paceline.torch.backward import autograd, gradient_hooks  # noqa: E402
 from tests.alive import syncs_alive  # noqa: E402
+from tests.harness.warm import warm_python  # noqa: E402
 
 IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
@@ -230,6 +230,8 @@ make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_
 api, name = Api(major=2), sys.argv[1].encode()
 torch.Tensor.__dlpack_c_exchange_api__ = make(ctypes.addressof(api), name, None)
 
+for name in [name for name in sys.modules if name.startswith("paceline.torch")]:
+    del sys.modules[name]  # which had found torch's own table
 from paceline.torch import DistributedDataParallel
 
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
@@ -247,6 +249,6 @@ for ours, theirs in zip(model.parameters(), alone.parameters()):
 @pytest.mark.parametrize("name", ["dlpack_exchange_api", "another_table"])
 def test_a_torch_with_another_table_of_functions(name: str) -> None:
     """Its major version is newer, or even its name is another one: hooks in Python need none of it."""
-    command = [sys.executable, "-c", OF_ANOTHER_TORCH, name]
+    command = [warm_python("torch"), "-c", OF_ANOTHER_TORCH, name]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
