@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,6 @@ from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.folder import list_checkpoints, why_damaged
 from paceline.checkpoint.writer_process import WriterProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 300_000
 
 
@@ -131,21 +130,40 @@ def kill(folder: Path, kills: int, seed: int, framework: str = "numpy") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     newest = 0
     for number in range(kills):
-        command = [sys.executable, "-m", __spec__.name, str(folder), "train", framework]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline(), "it has ended by itself"  # it writes, from here on
+        pid, told = _start_training(folder, framework)
+        try:
+            assert os.read(told, 100), "it has ended by itself"  # it writes, from here on
             moment = time.monotonic() + draw.uniform(0.0, 0.1)
-            writers = _children(process.pid)
+            writers = _children(pid)
             while time.monotonic() < moment:
                 pass
-            for pid in draw.sample([process.pid, *writers], 1 + len(writers)):
-                os.kill(pid, signal.SIGKILL)
-        for pid in writers:
-            _until_gone(pid)
+            for each in draw.sample([pid, *writers], 1 + len(writers)):
+                os.kill(each, signal.SIGKILL)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(told)
+        for each in writers:
+            _until_gone(each)
         found = check(folder, framework)
         assert found > newest or number == 0
         newest = found
+
+
+def _start_training(folder: Path, framework: str) -> tuple[int, int]:
+    """Fork a process that trains, since this one has imported what it needs; its pid, and where it prints."""
+    told, printed = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            os.dup2(printed, 1)
+            train(folder, framework)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(printed)
+    return pid, told
 
 
 def _children(pid: int) -> list[int]:
@@ -160,8 +178,5 @@ def _until_gone(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    where, what, *rest = sys.argv[1:]
-    if what == "train":
-        train(Path(where), *rest)
-    else:
-        kill(Path(where), int(what), *map(int, rest[:1]), *rest[1:])
+    where, how_often, *rest = sys.argv[1:]
+    kill(Path(where), int(how_often), *map(int, rest[:1]), *rest[1:])

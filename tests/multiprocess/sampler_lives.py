@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from paceline.data import DistributedBatchSampler, DistributedSampler
 
-LENGTH = 20_011
+LENGTH = 8_009
 BATCH = 4
 POINTS = ("after drawing", "after logging", "before the checkpoint", "after the checkpoint")
 

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
 
 from paceline.paddle import DataParallel
+from tests.harness.warm import warm_python
 from tests.multiprocess.paddle_models import batch, join_paddle, joined_ranks, ranks, two_layers
 from tests.multiprocess.paddle_programs import PROGRAMS, Program, run
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
-
-SPAWNED = ("shared and unused", "sparse", "no_sync")
 
 
 def assert_same(found: Any, expected: Any, what: str) -> None:
@@ -60,8 +58,7 @@ def test_it_trains_as_paddles_class_does(rank: int, name: str) -> None:
 def train_spawned() -> None:
     """One rank of `test_the_same_under_paddles_spawn`."""
     dist.init_parallel_env()
-    for name in SPAWNED:
-        trains_as_paddles(PROGRAMS[name], dist.get_rank())
+    trains_as_paddles(PROGRAMS["shared and unused"], dist.get_rank())
     dist.barrier()
     os._exit(
         0
@@ -75,7 +72,7 @@ def spawn_programs() -> None:
 def test_the_same_under_paddles_spawn() -> None:
     call = "from tests.multiprocess.test_paddle_as_paddles import spawn_programs; spawn_programs()"
     ended = subprocess.run(
-        [sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+        [warm_python("paddle"), "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert ended.returncode == 0, ended.stderr
 
