@@ -20,7 +20,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 def measure(
     folder: Path, *arguments: str, python: str = sys.executable, rounds: int = 1
 ) -> dict[str, object]:
-    """Run a benchmark; it must succeed. Its JSON, which lies beside its table."""
+    """Run a benchmark, which must succeed; return its JSON, which lies beside its table."""
     command = [python, "-m", "benchmarks", *arguments, "--rounds", str(rounds), "--output", str(folder)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

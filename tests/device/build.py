@@ -17,13 +17,13 @@ _PATIENCE_S = 600
 
 
 def library(framework: str, version: str, flags: Callable[[str], Sequence[str]]) -> Path:
-    """The library of `tests/device/<framework>`, built anew if a source or the version is another one.
+    """The library of `tests/device/<framework>`, built anew if a source or the version has changed.
 
-    It lies alone in its folder, as Paddle loads whatever it finds in one.
+    It lies alone in its folder, as Paddle loads every library in such a folder.
 
     Args:
-        framework: Whose folder of sources.
-        version: Of all that it is built from, but for the sources.
+        framework: The folder of sources.
+        version: The versions of all inputs of the build except the sources.
         flags: The compiler's, by the name of the library without its suffix.
     """
     sources = sorted([*_SOURCES.glob("*.h"), *(_SOURCES / framework).glob("*.h")])
@@ -47,6 +47,6 @@ def library(framework: str, version: str, flags: Callable[[str], Sequence[str]])
 
 def _command(units: Sequence[Path], output: Path, flags: Sequence[str]) -> list[str]:
     compiler = os.environ.get("CXX", "g++").split()
-    # Both frameworks may be in one process: names of one device must not be found by the other.
+    # Both frameworks may be in one process: the symbols of one device must be invisible to the other.
     always = ["-std=c++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-iquote", str(_SOURCES)]
     return [*compiler, *always, *map(str, units), *flags, "-o", str(output)]

@@ -1,5 +1,5 @@
-// Streams that are threads: what runs on a device of tests is put into a queue, and whoever does not wait for it
-// is ahead of it. Shared by the devices of both frameworks, and knows neither.
+// Streams that are threads: work for the test device is put into a queue, and a caller that does not wait for
+// it is ahead of it. Shared by the devices of both frameworks, and independent of both.
 #pragma once
 
 #include <chrono>
@@ -16,8 +16,8 @@
 
 namespace later {
 
-// Microseconds before each task of a stream. Read with the first task of this process, and not of the one that it
-// was forked from.
+// Microseconds before each task of a stream. Read with the first task of this process, not of the process
+// that it was forked from.
 inline int lag_us() {
   static const int found = [] {
     const char* us = std::getenv("PACELINE_TEST_DEVICE_LAG_US");
@@ -26,7 +26,7 @@ inline int lag_us() {
   return found;
 }
 
-// What a task threw first, until somebody asks for it: as a GPU tells of an error, in some later call.
+// The first exception of a task, until it is taken: as with a GPU, a later call reports the error.
 class FirstError {
  public:
   void note(const std::string& text) {
@@ -71,8 +71,8 @@ class Mark {
 
 using MarkPointer = std::shared_ptr<Mark>;
 
-// One stream: tasks that run one after the other in a thread. The thread begins with the first task, so a process
-// may fork as long as its streams were given none. Never deleted, as threads outlive main().
+// One stream: tasks that run one after the other in a thread. The thread begins with the first task, so a
+// process may fork as long as its streams have had none. Never deleted, as threads outlive main().
 class Queue {
  public:
   void add(std::function<void()> task) {
@@ -90,7 +90,7 @@ class Queue {
     add([made] { made->set(); });
     return made;
   }
-  // What is added from now on waits for another stream.
+  // Makes work that is added from now on wait for another stream.
   void wait_for(MarkPointer mark) {
     add([mark] { mark->wait(); });
   }
@@ -117,7 +117,7 @@ class Queue {
       } catch (const std::exception& error) {
         first_error.note(error.what());
       }
-      task = nullptr;  // with what it holds
+      task = nullptr;  // with the objects that it holds
       std::lock_guard lock(mutex_);
       is_running_ = false;
     }

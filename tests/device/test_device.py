@@ -1,4 +1,4 @@
-"""The device of tests: what it runs comes late, and what does not wait for it finds that out."""
+"""The test device: its work runs late, and code that does not wait for it reads wrong values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_operators_are_those_of_the_cpu_and_run_later():
         return ((x @ x.t()).relu() * 2).sum()
 
     on_device = x.to(KIND)
-    compute(on_device)  # torch imports something for the first one
+    compute(on_device)  # torch imports a module for the first one
     busy(1500)
     behind = torch.Event(KIND)
     behind.record()

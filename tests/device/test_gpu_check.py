@@ -1,4 +1,4 @@
-"""The programs of `make gpu-check` on the device of tests: its branches, and what a step launches."""
+"""The programs of `make gpu-check` on the test device: its branches, and the launches of a step."""
 
 from __future__ import annotations
 

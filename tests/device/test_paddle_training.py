@@ -28,7 +28,7 @@ SMALL = {"comm_buffer_size": 1e-5, "last_comm_buffer_size": 1e-5}
 
 
 def network() -> nn.Layer:
-    """The same on the CPU and on a device, whose random numbers may be others."""
+    """The same on the CPU and on a device, whose random numbers may differ."""
     values = np.random.default_rng(3)
     layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1D(6), nn.Tanh(), nn.Linear(6, 2))
     for parameter in layers.parameters():
@@ -46,7 +46,7 @@ def on_cpu(layer: nn.Layer) -> nn.Layer:
 
 @contextlib.contextmanager
 def place(name: str) -> Iterator[None]:
-    """Within it, tensors are made there."""
+    """A context in which tensors are made on the CPU."""
     before = paddle.get_device()
     paddle.set_device(name)
     try:
@@ -136,7 +136,7 @@ def test_weights_micro_batches_and_frozen_parameters(rank: int, view: bool) -> N
         for layer in (wrapped, *alone):
             layer.clear_gradients(set_to_zero=step == 1)
         x, more = batch(seed=step), batch(seed=10 + step)
-        if step == 2:  # weighed, and in one part
+        if step == 2:  # with weights, and in one contribution
             wrapped.weight(3.0 if rank else 1.0)
             squares(wrapped(share(x, rank))).backward()
             backward_alone(alone, x)
@@ -184,7 +184,7 @@ def test_parameters_and_buffers_begin_as_on_rank_0(rank: int) -> None:
     model = network()
     for p in model.parameters():
         p.set_value(p + 1.0 + rank)
-    with place("cpu"):  # a buffer that was forgotten there
+    with place("cpu"):  # a buffer that was left on the device
         model.register_buffer("steps", paddle.full([3], rank, "int64"))
     model.register_buffer("flags", paddle.to_tensor([True, bool(rank)]))
     wrapped = DataParallel(model)
@@ -268,7 +268,7 @@ def mean(state: Any, bucket: Any) -> Any:
 
 
 def in_bfloat16(state: Any, bucket: Any) -> Any:
-    """What the error of a compressing hook advises on a GPU."""
+    """The advice of a compressing hook's error on a GPU."""
     wide, narrow = bucket.buffer(), bucket.buffer().astype("bfloat16")
     return bucket.all_reduce(narrow).then(lambda f: f.value().astype(wide.dtype) / bucket.world_size)
 
@@ -352,7 +352,7 @@ def test_a_rank_that_is_killed_in_mid_backward_is_named(rank: int) -> None:
         squares(wrapped(share(batch(), rank))).backward()
 
 
-@pytest.mark.skipif(paddle_accelerator.IS_CUDA, reason="nobody says how far a GPU is behind")
+@pytest.mark.skipif(paddle_accelerator.IS_CUDA, reason="the delay of a GPU is unknown")
 @ranks(2, group=None)
 def test_a_device_that_is_far_behind(rank: int) -> None:
     os.environ[LAG_US] = "20000"

@@ -1,4 +1,4 @@
-"""Generated programs on a device, beside references on the CPU; see docs/design/testing.md."""
+"""Generated programs on a device, compared with references on the CPU; see docs/design/testing.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IS_THERE = {
 _CLEARS = {"torch": "zero_grad", "paddle": "clear"}
 _FOUND = [
     *(("torch", mode, "streams do not wait") for mode in ("device", "device view", "device hosts")),
-    # With Paddle the statuses follow the buckets on one stream: who waits for them waits for all.
+    # With Paddle the statuses follow the buckets on one stream: waiting for them waits for all.
     *(("paddle", mode, "wrong sum over a group") for mode in ("device", "device view")),
 ]
 

@@ -1,7 +1,8 @@
-"""DistributedDataParallel with parameters on a device whose streams run later what they are given.
+"""DistributedDataParallel with parameters on a device whose streams run their work asynchronously.
 
-References are one process with the whole batch, in float64 on the CPU. What is special here: autograd runs a
-backward in a thread of its own, collectives in a stream of theirs, and the host is ahead of both.
+References are one process with the whole batch, in float64 on the CPU. The special point of a device:
+autograd runs a backward in a separate thread, collectives in a separate stream, and the host is ahead of
+both.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_gradients_are_copied_a_bucket_at_a_time(
     monkeypatch.setattr(torch, "_foreach_copy_", note)
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
-    sizes.clear()  # those of rank 0's values
+    sizes.clear()  # drops the calls that copied rank 0's values
     for step in range(STEPS):
         ddp.zero_grad()
         ddp(batch(step, 2)[rank::2].to(KIND)).square().mean().backward()
@@ -131,9 +132,9 @@ def test_all_buckets_but_the_last_are_under_way_before_the_last_gradient(
 ) -> None:
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, gradient_as_bucket_view=view)
-    train(ddp, rank, 2, steps=2)  # the buckets come in the order of backward from now on
+    train(ddp, rank, 2, steps=2)  # from now on the buckets are in the order of backward
     begun = 0
-    begun_at: list[int] = []  # how many were, at each gradient
+    begun_at: list[int] = []  # the number of buckets, at each gradient
     allreduce = Backend.allreduce
 
     def note(*args: Any) -> Any:
@@ -245,9 +246,9 @@ def test_a_rank_with_more_data(rank: int) -> None:
             ddp.zero_grad()
             ddp(batch(step, 1).to(KIND)).square().mean().backward()
     found = [p.detach().cpu() for p in ddp.parameters()]
-    told: list[object] = [None, None]
-    dist.all_gather_object(told, b"".join(each.numpy().tobytes() for each in found))
-    assert told[0] == told[1]
+    gathered: list[object] = [None, None]
+    dist.all_gather_object(gathered, b"".join(each.numpy().tobytes() for each in found))
+    assert gathered[0] == gathered[1]
 
 
 @ranks(2, group=NCCL)
@@ -305,7 +306,7 @@ class Recomputed(nn.Module):
 
 @ranks(2, group=NCCL)
 def test_reentrant_checkpoints_around_all_layers(rank: int) -> None:
-    """The first gradient comes in an inner backward, and the backward is to end with the outer one."""
+    """The first gradient comes in an inner backward, and the backward must end with the outer one."""
     for view in (False, True):
         model = Recomputed().to(KIND)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
@@ -338,7 +339,7 @@ def test_a_model_that_was_moved_is_noticed(rank: int, wrapped_on: str, moved_to:
         ddp(batch(0, 1).to(wrapped_on)).sum().backward()
         model.to(moved_to)
         ddp.zero_grad(set_to_none=not keep)
-        # Where .to() makes other parameters of them, forward notices; else each gradient shows it.
+        # If .to() replaces the parameters, forward notices; otherwise each gradient shows it.
         noticed = r"had not when it was wrapped|lie in the memory|one on"
         with pytest.raises(ConfigError, match=noticed) as caught:
             ddp(batch(0, 1).to(moved_to)).sum().backward()
@@ -348,7 +349,7 @@ def test_a_model_that_was_moved_is_noticed(rank: int, wrapped_on: str, moved_to:
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2, group=NCCL)
 def test_a_parameter_that_was_pruned_is_noticed(rank: int, view: bool) -> None:
-    """Its place and that of its gradient have the shape from before."""
+    """Its memory and that of its gradient have the old shape."""
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
     train(ddp, rank, 2, steps=2)
@@ -363,10 +364,10 @@ def test_a_parameter_that_was_pruned_is_noticed(rank: int, view: bool) -> None:
 
 
 @ranks(2, group=NCCL)
-def test_a_graph_that_is_recorded_meets_an_unused_parameter(
+def test_an_unused_parameter_in_a_recorded_graph_raises_on_all_ranks(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks raise, and none has asked the device anything, which would end the recording."""
+    """All ranks raise, and none waits for the device, which would end the recording."""
     model = network().to(KIND)
     ddp = DistributedDataParallel(model)
     train(ddp, rank, 2, steps=2)
@@ -414,7 +415,7 @@ def test_a_backward_takes_no_more_memory_than_torchs(rank: int, view: bool) -> N
         del ddp, model, step
         gc.collect()
     theirs, ours = found
-    assert ours <= theirs + 0.06, found  # where finite checks leave what they have seen
+    assert ours <= theirs + 0.06, found  # the finite checks' results
 
 
 @ranks(2, group=NCCL)
@@ -451,7 +452,7 @@ def test_a_gradient_by_autograd_grad_is_no_backward(rank: int) -> None:
 
 
 class Stop(Exception):
-    """Of the program, in its backward."""
+    """An exception of the program in its backward."""
 
 
 def raise_stop(gradient: torch.Tensor) -> None:
@@ -467,8 +468,8 @@ def assert_gradients(model: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2, group=NCCL)
 def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd's thread learns of the exception when the user has it already, and may have gone on."""
-    if not waits:  # as if that took longer than anybody waits for it
+    """Autograd's thread drops the exception when the user has it already, and may have continued."""
+    if not waits:  # as if the drop takes longer than the wait for it
         monkeypatch.setattr("paceline.torch.backward.autograd._DROPPED_WITHIN_S", 0.0)
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
@@ -494,7 +495,7 @@ def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch:
 
 @ranks(2, group=NCCL)
 def test_no_more_data_after_a_backward_that_raised(rank: int) -> None:
-    """Its gradients are views of buckets that are under way, and finish() puts gradients aside."""
+    """Its gradients are views of in-flight buckets, and finish() sets gradients aside."""
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
     x = batch(0, 2)[rank::2].to(KIND)
@@ -515,7 +516,7 @@ def test_no_more_data_after_a_backward_that_raised(rank: int) -> None:
 
 @ranks(2, group=NCCL)
 def test_another_model_after_a_backward_that_raised(rank: int) -> None:
-    """What the first has begun over the group is given up before the other makes a call, on all ranks."""
+    """All ranks give up the first model's work on the group before the other model makes a call."""
     models = [network().to(KIND) for _ in range(2)]
     first, second = (DistributedDataParallel(each, bucket_cap_mb=1e-4) for each in models)
     x = batch(0, 2)[rank::2].to(KIND)
@@ -556,7 +557,7 @@ def test_weights_after_a_backward_in_no_sync_that_raised(rank: int, monkeypatch:
         ddp.zero_grad()
         ddp.weight(weights[rank])
         ddp(whole[rank::2]).square().mean().backward()
-        assert time.monotonic() - began < 30.0  # nobody has waited for what does not come
+        assert time.monotonic() - began < 30.0  # no rank has waited for data that does not come
         assert_gradients(model, expected)
         ddp.zero_grad()
 

@@ -1,9 +1,9 @@
 """Every test that needs a GPU, and a bench of steps against torch's DDP: `make gpu-check`.
 
 python -m tests.gpu
-python -m tests.gpu --output .             elsewhere than in benchmarks/results
+python -m tests.gpu --output .             to another folder than benchmarks/results
 python -m tests.gpu --device cpu --small   a trial of all programs, on a CPU
-python -m tests.gpu --device later --small   the same on the device of tests
+python -m tests.gpu --device later --small   the same on the test device
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEADLINES_S = {
     "toy": 30.0,
     "several": 50.0,
 }
-"""Of single parts. Where each takes all of its own, LIMIT_S cuts the last ones."""
+"""Of single parts. If each takes all of its own, LIMIT_S cuts the last ones."""
 TRIAL_PATIENCE = 10.0
 """Times these in a trial without a GPU, on a machine that may be busy."""
 GPU_TESTS = {
@@ -52,12 +52,12 @@ def plan(
     models: Sequence[str] = ("gpt", "cnn", "toy"),
     tests: bool = True,
 ) -> list[Part]:
-    """The parts of a check, the most telling ones first: those that come last may find no time.
+    """The parts of a check, the most informative ones first: the last ones may find no time.
 
     Args:
         device: Of `tests.gpu.device.KINDS`.
-        count: How many GPUs there are.
-        results: The folder for what benches find.
+        count: Number of GPUs.
+        results: The folder for the benches' results.
         small: Whether the models are in their small forms, and rounds few.
         models: Those of the bench.
         tests: Whether to run the tests.
@@ -124,7 +124,7 @@ def main() -> int:
         return 1
     # A core dump of torch takes longer to write than a part may run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # These import Paceline, which may be absent where only a sentence is wanted.
+    # These import Paceline, which may be absent when only the reason is printed.
     from benchmarks.report import Machine
     from tests.gpu.report import make_report
 
@@ -147,7 +147,7 @@ def main() -> int:
     name = f"gpu_{gpu.slug}"
     report.write_markdown(given.output / f"{name}.md")
     report.write_json(given.json or given.output / f"{name}.json")
-    # What failed parts wrote has been shown.
+    # The output of failed parts has been shown.
     dataclasses.replace(report, notes=[note.partition("\n")[0] for note in report.notes]).show()
     print(f"written: {given.output / name}.md")
     return 0 if report.is_complete else 1

@@ -1,9 +1,9 @@
-"""What a step gives to the device and holds of its memory, beside torch's DDP; no GPU is needed.
+"""The launches and the device memory of a step, compared with torch's DDP; no GPU is needed.
 
-python -m tests.gpu.counts --markdown benchmarks/results    a minute; the machine may do other things
+python -m tests.gpu.counts --markdown benchmarks/results    a minute; the machine may be busy
 
-Counted on the device of tests, by one rank that does all that several do. Launches are those of models with
-all their tensors, each of a few elements; memory is that of a model whose parameters take 64 MiB.
+Counted on the test device, by one rank that does all that several do. Launches are those of models with all
+their tensors, each of a few elements; memory is that of a model whose parameters take 64 MiB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTLING = 3
 
 
 def count(ways: list[str], job: Job) -> dict[str, dict[str, float]]:
-    """For each way what a step launches, and the most memory that it holds, in sizes of the parameters."""
+    """For each variant the launches of a step, and its peak memory in sizes of the parameters."""
     module = torch.get_device_module(job.kind)
     found = {}
     for key in ways:

@@ -1,4 +1,4 @@
-"""The device of a program of the check: a GPU ("cuda"), the device of tests ("later"), or the CPU ("cpu").
+"""The device of a program of the check: a GPU ("cuda"), the test device ("later"), or the CPU ("cpu").
 
 device = begin("cuda", rank)        that of this rank, which is the current one from then on
 engine("cuda", "nccl")              the backend of a process group for its tensors
@@ -19,7 +19,7 @@ from tests.device import torch as stand_in
 
 KINDS = ("cuda", stand_in.NAME, "cpu")
 _LAUNCHES = re.compile(
-    # What a GPU is given by CUDA's and HIP's runtimes and drivers; and the device of tests.
+    # The launch calls of CUDA's and HIP's runtimes and drivers; and of the test device.
     r"(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|LaunchKernel|GraphLaunch|Memcpy\w*Async|Memset\w*Async)\w*"
     rf"|{stand_in.LAUNCH}"
 )
@@ -27,7 +27,7 @@ _COLLECTIVE = re.compile(r"(gloo|nccl):\w+")
 
 
 def begin(kind: str, rank: int) -> str:
-    """Make a rank's device the current one; its name, as torch spells it."""
+    """Make a rank's device the current one; return its name, as torch spells it."""
     if kind == "cpu":
         torch.set_num_threads(1)
         return kind
@@ -41,7 +41,7 @@ def begin(kind: str, rank: int) -> str:
 
 
 def engine(kind: str, backend: str) -> str:
-    """What `init_process_group` calls a backend, "nccl" or "gloo", for tensors of this device."""
+    """The backend for `init_process_group`, from "nccl" or "gloo", for tensors of this device."""
     if kind != stand_in.NAME:
         return backend
     return stand_in.NCCL if backend == "nccl" else stand_in.GLOO
@@ -55,11 +55,11 @@ def synchronize(kind: str) -> None:
 
 @dataclass(frozen=True)
 class Calls:
-    """What one step asks others to do.
+    """The work that one step launches.
 
     Attributes:
         launches: Kernels and copies that are given to the device; None on a CPU.
-        collectives: Calls of torch's process groups; not of that of the device of tests.
+        collectives: Calls of torch's process groups; not of that of the test device.
     """
 
     launches: float | None
@@ -67,7 +67,7 @@ class Calls:
 
 
 def count_calls(kind: str, step: Callable[[], object], steps: int) -> Calls:
-    """Have torch's profiler count over some steps."""
+    """Count over some steps with torch's profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if kind == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -1,9 +1,9 @@
 """The first part of a check: every branch of start-up, one rank, one backward each; seconds.
 
-    RANK=0 WORLD_SIZE=1 ... python -m tests.gpu.first --device cuda
+RANK=0 WORLD_SIZE=1 ... python -m tests.gpu.first --device cuda
 
-It says what it begins before it begins it, so that the last line before a crash names the branch. torch is
-imported before Paceline, as users do; what a C++ runtime of the core shares with torch's shows then.
+It prints each branch before it begins it, so that the last line before a crash names the branch. torch is
+imported before Paceline, as users do; conflicts between the C++ runtimes of the core and of torch show then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def branch(words: str) -> Iterator[None]:
-    """Say that this branch has begun, and how long it took."""
+    """Print that this branch has begun, and how long the last one took."""
     print(f"-- {words} ...", flush=True)
     begun_s = time.monotonic()
     yield
@@ -29,7 +29,7 @@ def branch(words: str) -> Iterator[None]:
 
 
 def check_backward(device: str, **options: object) -> None:
-    """One backward of a wrapped model, buffers included, gives what the model alone gives."""
+    """Check that one backward of a wrapped model, buffers included, gives the same as the model alone."""
     from tests.gpu.ways import all_the_way
 
     def model() -> nn.Module:

@@ -1,13 +1,14 @@
-"""What a step over a process group takes on the host, beside torch's DDP; no GPU is needed.
+"""The time of a step over a process group on the host, compared with torch's DDP; no GPU is needed.
 
-python -m tests.gpu.host --markdown benchmarks/results      on a machine that does nothing else; some minutes
+python -m tests.gpu.host --markdown benchmarks/results      on an idle machine; some minutes
 python -m tests.gpu.host --models gpt --ranks 1 --rounds 5  a part of it
 python -m tests.gpu.host --compile --markdown benchmarks/results   the same, compiled, which takes longer
 
-With a fast GPU the host is the limit of a step: it runs Python and launches kernels. Here are the models of
-`make gpu-check` with all their tensors, each of a few elements, on the CPU and over Gloo. So what a step
-takes beyond that of the model alone is what the host does for each parameter, bucket, buffer and backward. A
-single rank does all that several do. Losses are compared with torch DDP's before anything is timed.
+With a fast GPU the host is the limit of a step: it runs Python and launches kernels. This bench uses the
+models of `make gpu-check` with all their tensors, each of a few elements, on the CPU and over Gloo. So the
+time of a step beyond that of the model alone is the host's time for each parameter, bucket, buffer and
+backward. A single rank does all that several do. Losses are compared with torch DDP's before anything is
+timed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def make_report(
     command: str,
     theme: str = "host-overhead",
 ) -> Report:
-    """The report of what the benches wrote; see `steps`."""
+    """The report of the benches' results; see `steps`."""
     rows: list[list[str]] = []
     for each in found:
         rows += [*_rows(each), []]
@@ -121,7 +122,7 @@ def _ratio(key: str, theirs: str, steps: dict[str, Samples]) -> str:
     rounds = list(zip(*(slowest_by_round(steps[each]) for each in (key, theirs, ALONE)), strict=True))
     found = _ratio_of_medians(rounds)
     if math.isinf(found):
-        return "-"  # theirs cannot be told from nothing
+        return "-"  # theirs is not distinguishable from zero
     draw = random.Random(0)
     drawn = sorted(_ratio_of_medians(draw.choices(rounds, k=len(rounds))) for _ in range(_DRAWS))
     low, high = drawn[_DRAWS // 40], drawn[-1 - _DRAWS // 40]

@@ -1,7 +1,7 @@
-"""What the machine has: why GPUs cannot be tested here, or which GPU it is.
+"""Describes the machine: the reason why GPUs cannot be tested here, or the GPU.
 
-As a program, `python tests/gpu/machine.py [--device cpu]`, it prints what is missing and exits with 1. It
-imports nothing of Paceline, which may not be built yet.
+As a program, `python tests/gpu/machine.py [--device cpu]`, it prints the reason and exits with 1. It does not
+import Paceline, which may not be built yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 def missing(device: str) -> str:
-    """Why nothing can be run on this device, as a sentence; empty: it can."""
+    """The reason why nothing can be run on this device, as a sentence; empty: it can."""
     if importlib.util.find_spec("torch") is None:
         return f"{sys.executable} has no torch."
     import torch
@@ -31,11 +31,11 @@ def missing(device: str) -> str:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What a bench ran on.
+    """The device that a bench ran on.
 
     Attributes:
         kind: "cuda" or "cpu".
-        name: The GPU's own name for itself.
+        name: The GPU's own name.
         count: How many there are.
         details: Memory, driver, CUDA and NCCL in words.
     """
@@ -47,13 +47,13 @@ class Accelerator:
 
     @property
     def slug(self) -> str:
-        """Short name for file names, as `h100-80gb-hbm3`."""
+        """Short name for file names, such as `h100-80gb-hbm3`."""
         words = re.sub(r"[^a-z0-9]+", " ", self.name.lower()).split()
         return "-".join(word for word in words if word not in {"nvidia", "amd", "geforce"}) or self.kind
 
     @classmethod
     def here(cls, device: str) -> Accelerator:
-        """That of this machine."""
+        """The device of this machine."""
         import torch
 
         if device != "cuda":

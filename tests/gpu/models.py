@@ -1,6 +1,6 @@
 """The models of the bench of steps on a GPU, with their data, made anew from a seed wherever needed.
 
-Imports torch alone, and no torchvision.
+Imports torch, and not torchvision.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FORMS = ("whole", "small", "tiny")
 class Task:
     """A model, its data and its loss, in one of three forms.
 
-    "whole" is what people train. "small" has the same layers, but fewer, for a trial on a CPU. "tiny" has as
-    many tensors as "whole", of a few elements each: a step takes what the host does and hardly more.
+    "whole" is the real model. "small" has the same layers, but fewer, for a trial on a CPU. "tiny" has as
+    many tensors as "whole", of a few elements each: a step takes little more than the host's time.
 
     Attributes:
         build: Makes the module in a form.
         batch: A batch from a generator, for a form.
         loss: Of the module's output and the batch's targets.
-        autocast: Whether forward runs in bfloat16 under torch.autocast, as people train such a model.
+        autocast: Whether forward runs in bfloat16 under torch.autocast, as is usual for such a model.
     """
 
     build: Callable[[str], nn.Module]
@@ -41,7 +41,7 @@ class Task:
             return self.build(form).to(device)
 
     def batch_of(self, rank: int, step: int, device: str, form: str) -> tuple[Tensor, Tensor]:
-        """What a rank trains on in a step."""
+        """The batch of a rank in a step."""
         generator = torch.Generator().manual_seed(1000 * (step + 1) + rank)
         inputs, targets = self.batch(generator, form)
         return inputs.to(device), targets.to(device)
@@ -138,7 +138,7 @@ def _gpt(form: str) -> nn.Module:
 def _tokens(generator: torch.Generator, form: str) -> tuple[Tensor, Tensor]:
     sizes = {"whole": (8, _LENGTH, _WORDS), "small": (2, 16, 50), "tiny": (1, 4, 8)}
     count, length, words = sizes[form]
-    # Each word follows from the one before it, so that there is something to learn.
+    # Each word follows from the one before it, so that there is a pattern to learn.
     rows = torch.randint(words, (count, 1), generator=generator)
     tokens = (rows + 7 * torch.arange(length + 1)) % words
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -180,10 +180,10 @@ def _word_loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 TASKS = {
-    # As in the distributed tutorials: what a step costs a model that costs nothing itself.
+    # As in the distributed tutorials: the cost of a step for a model that costs nothing itself.
     "toy": Task(_toy, _points, _squared_error),
     "cnn": Task(_cnn, _images, functional.cross_entropy),
     "gpt": Task(_gpt, _tokens, _word_loss, autocast=True),
-    # For what memory a step takes: 64 MiB of parameters, and hardly any activations.
+    # For the memory of a step: 64 MiB of parameters, and hardly any activations.
     "wide": Task(_wide, _rows, _squared_error),
 }

@@ -1,8 +1,8 @@
-"""The parts of a check: each is one or several processes, with a deadline of its own and one for all parts.
+"""The parts of a check: each is one or several processes, with its own deadline and one for all parts.
 
-A part that hangs, crashes or fails costs its own time and nothing else: its processes are ended with all that
-they have started, and the next part runs. Of several ranks, the one that died first is named, with its signal
-or exit status, and its own output is shown.
+A part that hangs, crashes or fails costs its own time and nothing else: its processes and their children are
+ended, and the next part runs. Of several ranks, the one that died first is named, with its signal or exit
+status, and its own output is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0
-"""For the other ranks of one that has failed, to tell what they saw."""
+"""For the other ranks after a failure, to print their errors."""
 _TOGETHER_S = 0.1
 """Two ranks that end within this time may have ended in either order."""
 _DUMP_S = 3.0
@@ -40,7 +40,7 @@ class Part:
 
     Attributes:
         name: In words.
-        command: What runs, after the interpreter: ("-m", "pytest", ...).
+        command: The command, after the interpreter: ("-m", "pytest", ...).
         deadline_s: Most seconds that it may take.
         ranks: How many processes run it, as the ranks of one host; 0: one process that is no rank.
         absent: Why it does not run here; empty: it does.
@@ -57,10 +57,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a part.
+    """The result of a part.
 
     Attributes:
-        part: Which.
+        part: The part.
         status: "ok", "failed", "out of time" or "absent".
         seconds: How long it ran.
         tail: The last lines that its processes wrote; of one that failed, the error of the culprit.
@@ -75,18 +75,18 @@ class Ended:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is to be mended."""
+        """True if nothing failed."""
         return self.status in ("ok", "absent")
 
     @property
     def counts(self) -> str:
-        """What pytest counted, in its own words: "7 passed, 1 skipped"; empty: nothing."""
+        """pytest's own summary: "7 passed, 1 skipped"; empty: none."""
         last = self.tail.splitlines()[-1:] or [""]
         return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", last[0]))
 
     @property
     def summary(self) -> str:
-        """One line on it, but for the name."""
+        """One line on it, without the name."""
         words = [self.part.absent or self.counts, self.culprit]
         return f"{', '.join(word for word in (self.status, *words) if word)}, {self.seconds:.0f} s"
 
@@ -97,8 +97,8 @@ def run_parts(
     """Run parts one after the other; none raises.
 
     Args:
-        parts: What to run, in this order.
-        limit_s: Most seconds of all of them; what comes later than that is out of time at once.
+        parts: The parts, in this order.
+        limit_s: Most seconds of all of them; later parts are out of time at once.
         say: Called with a line for each part that has ended.
         python: The interpreter.
     """
@@ -141,7 +141,7 @@ def _run(part: Part, limit_s: float, python: str) -> Ended:
 
 
 def error_in(output: str) -> str:
-    """What a process wrote of its failure: the stack of a crash or the first error; and the last lines."""
+    """The failure in a process's output: the stack of a crash or the first error; and the last lines."""
     lines = [line for line in output.splitlines() if not line.startswith("Extension modules: ")]
     crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error: ")), None)
     if crash is not None:
@@ -202,7 +202,7 @@ def _start(part: Part, python: str, logs: Sequence[Path]) -> list[subprocess.Pop
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that it can be ended with all that it has started
+                    start_new_session=True,  # so that it can be ended with all its children
                 )
             )
     return processes
@@ -238,7 +238,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], until_s: float) -> int |
 
 
 def _dump_stacks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Have those that are out of time write their stacks (faulthandler's, at SIGABRT); the first of them."""
+    """Make late ranks write their stacks (faulthandler's, at SIGABRT); return the first of them."""
     late = [rank for rank, process in enumerate(processes) if process.returncode is None]
     for rank in late:
         processes[rank].send_signal(signal.SIGABRT)

@@ -1,6 +1,6 @@
-"""What a check found, as a table for people and for benchmarks/results.
+"""The findings of a check, as a table for people and for benchmarks/results.
 
-A pure function of what the parts left behind; see `benchmarks.report` for the forms of a report.
+A pure function of the parts' results; see `benchmarks.report` for the forms of a report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.gpu.parts import Ended
 from tests.gpu.ways import ALONE, INCUMBENT, LABELS
 
 MOST_DIFFERENT = 1e-3
-"""Of two losses, as a part of them, that count as equal: kernels of a GPU may add in any order."""
+"""The relative difference of two losses that counts as equal: kernels of a GPU may add in any order."""
 
 
 def make_report(
@@ -25,11 +25,11 @@ def make_report(
     """The report of a check.
 
     Args:
-        gpu: What it ran on.
+        gpu: The GPU that it ran on.
         machine: The rest of the machine.
-        ended: What came of each part.
-        found: What the benches wrote; see `steps`.
-        command: What makes it again.
+        ended: The result of each part.
+        found: The results of the benches; see `steps`.
+        command: The command that makes it again.
     """
     rows: list[list[str]] = []
     for each in found:
@@ -74,7 +74,7 @@ def make_report(
 
 
 def differing(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Losses that are not torch DDP's, a sentence on each."""
+    """Losses that differ from torch DDP's, a sentence on each."""
     return [
         f"WRONG: {each['model']}, {each['world_size']} ranks over {each['backend']}: the losses of "
         f"{LABELS[key]} differ from torch DDP's by {difference:.2g}"
@@ -104,7 +104,7 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def quoted(ended: Ended) -> str:
-    """What a part that failed wrote, as a block below its line."""
+    """The output of a failed part, as a block below its line."""
     if ended.is_good or not ended.tail:
         return ""
     return "\n".join(["", "", "  ```", *(f"  {line}" for line in ended.tail.splitlines()), "  ```"])

@@ -1,12 +1,12 @@
-"""One rank of a bench: training steps of one model in several ways, in interleaved rounds.
+"""One rank of a bench: training steps of one model in several variants, in interleaved rounds.
 
-    RANK=0 WORLD_SIZE=1 ... python -m tests.gpu.steps --model cnn --backend nccl --result cnn.json
+RANK=0 WORLD_SIZE=1 ... python -m tests.gpu.steps --model cnn --backend nccl --result cnn.json
 
-All ways live in one process and over one process group, so that they meet the same moments of the machine.
+All variants run in one process and over one process group, so that the machine's state is the same for all.
 First the curves of the loss are compared, then steps are timed. `step` is the time until the device has
-finished, `host` the time until Python has handed all its work to the device: where the two are equal,
-something in a step waits for the device. Then torch's profiler counts what a step gives to the device. Rank 0
-writes what was found.
+finished, `host` the time until Python has handed all its work to the device: if the two are equal, something
+in a step waits for the device. Then torch's profiler counts the launches of a step. Rank 0 writes the
+results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROFILED_STEPS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and where; the same in all ways.
+    """The training, and its device; the same in all variants.
 
     Attributes:
         task: Of TASKS.
@@ -57,16 +57,16 @@ class Job:
         return self.device.partition(":")[0]
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """What this rank trains on in a step."""
+        """The batch of this rank in a step."""
         return self.task.batch_of(self.rank, step, self.device, self.form)
 
 
 class Way:
-    """A model in training, wrapped in one way.
+    """A model in training, in one variant.
 
     Args:
         key: Of WAYS.
-        job: What is trained.
+        job: The training.
         optimizer: Its class; None: a step is a forward and a backward alone.
         rate: The optimizer's learning rate.
     """
@@ -83,7 +83,7 @@ class Way:
         self._batch = job.batch(0)
 
     def step(self) -> Tensor:
-        """One step on the batch at hand; its loss, on the device."""
+        """Make one step on the present batch; return its loss, on the device."""
         inputs, targets = self._batch
         for parameter in self._parameters:
             parameter.grad = None
@@ -95,7 +95,7 @@ class Way:
         return loss.detach()
 
     def losses(self, count: int) -> list[float]:
-        """The losses of so many steps, each on a batch of its own."""
+        """The losses of so many steps, each on a new batch."""
         found = []
         for step in range(count):
             self._batch = self._job.batch(step)
@@ -118,7 +118,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def reproducible() -> Iterator[None]:
-    """Within it, the kernels of a GPU that add in any order are not used, where there are others."""
+    """A context without those kernels of a GPU that add in any order, as far as there are others."""
     benchmark, tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
@@ -130,7 +130,7 @@ def reproducible() -> Iterator[None]:
 
 
 def curves(ways: list[str], job: Job, steps: int) -> dict[str, list[float]]:
-    """The curve of the loss of each way, one model after the other; this rank's."""
+    """The curve of the loss of each variant on this rank, one model after the other."""
     found = {}
     with reproducible():
         for key in ways:
@@ -140,41 +140,41 @@ def curves(ways: list[str], job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
-    """Of two curves, step by step, as a part of the loss."""
+    """The largest difference of two curves at a step, relative to the loss."""
     return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in zip(one, other, strict=True))
 
 
 def samples(ways: list[str], job: Job, rounds: int, sample_s: float, *, steps: bool) -> dict[str, Any]:
-    """The times of steps, a sample of each way in each round, in turn; and what a step gives to the device.
+    """The times of steps, a sample of each variant in each round, in turn; and the launches of a step.
 
     Args:
         ways: Of WAYS.
-        job: What is trained.
-        rounds: Samples of each way.
+        job: The training.
+        rounds: Samples of each variant.
         sample_s: Seconds that one takes.
         steps: Whether the optimizer makes its step, too.
     """
     optimizer = torch.optim.SGD if steps else None
-    contenders = {key: Way(key, job, optimizer) for key in ways}
-    for way in contenders.values():
+    trained = {key: Way(key, job, optimizer) for key in ways}
+    for way in trained.values():
         way.time(3)  # kernels are chosen, memory and buckets settle
-    iterations = _agreed(iterations_for(contenders[ALONE].time(2)[0], sample_s, at_most=200))
+    iterations = _agreed(iterations_for(trained[ALONE].time(2)[0], sample_s, at_most=200))
     times: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
     for number in range(rounds):
         turn = number % len(ways)
         for key in ways[turn:] + ways[:turn]:
             dist.barrier()
-            times[key].append(contenders[key].time(iterations))
+            times[key].append(trained[key].time(iterations))
     calls = {}
-    for key, way in contenders.items():
+    for key, way in trained.items():
         dist.barrier()
         calls[key] = devices.count_calls(job.kind, way.step, _PROFILED_STEPS)
-    sizes = [parameter.numel() for parameter in contenders[ALONE].module.parameters()]
+    sizes = [parameter.numel() for parameter in trained[ALONE].module.parameters()]
     return {
         "iterations": iterations,
         "parameters": sum(sizes),
         "tensors": len(sizes),
-        "buffers": len(list(contenders[ALONE].module.buffers())),
+        "buffers": len(list(trained[ALONE].module.buffers())),
         "launches": {key: each.launches for key, each in calls.items()},
         "collectives": {key: each.collectives for key, each in calls.items()},
         "times": times,
@@ -183,9 +183,9 @@ def samples(ways: list[str], job: Job, rounds: int, sample_s: float, *, steps: b
 
 def _agreed(number: int) -> int:
     """Rank 0's number, so that all ranks make as many steps."""
-    told = [number]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    gathered = [number]
+    dist.broadcast_object_list(gathered, src=0)
+    return gathered[0]
 
 
 def main() -> None:
@@ -218,14 +218,14 @@ def main() -> None:
         "losses": curves(ways, job, given.losses),
         **samples(ways, job, given.rounds, given.sample_s, steps=not given.no_optimizer),
     }
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, {name: found[name] for name in ("losses", "times")})
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, {name: found[name] for name in ("losses", "times")})
     if rank == 0:
-        of_rank = {key: [each["times"][key] for each in told] for key in ways}
+        of_rank = {key: [each["times"][key] for each in gathered] for key in ways}
         found["steps_s"] = {key: [[step for step, _ in row] for row in rows] for key, rows in of_rank.items()}
         found["hosts_s"] = {key: [[host for _, host in row] for row in rows] for key, rows in of_rank.items()}
         found["differences"] = {
-            key: max(largest_difference(each["losses"][key], each["losses"][INCUMBENT]) for each in told)
+            key: max(largest_difference(each["losses"][key], each["losses"][INCUMBENT]) for each in gathered)
             for key in ways
         }
         del found["times"]

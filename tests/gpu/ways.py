@@ -1,4 +1,4 @@
-"""The ways of training that benches of steps compare."""
+"""The variants of training that benches of steps compare."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ LABELS = {
     "paceline": "Paceline",
     "paceline_view": "Paceline, bucket view",
 }
-"""In reports."""
+"""Their names in reports."""
 BATCHED = "torch_batched"
-"""A way that only newer versions of torch have. Paceline always copies so."""
+"""A variant that only newer versions of torch have. Paceline always copies like this."""
 
 
 def here() -> list[str]:
-    """The ways that this torch has."""
+    """The variants that this torch has."""
     has_it = "batched_grad_copy" in inspect.signature(TorchDDP.__init__).parameters
     return [key for key in WAYS if has_it or key != BATCHED]

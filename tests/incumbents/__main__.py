@@ -1,4 +1,4 @@
-"""make incumbents: torch's own tests on Paceline, compared with what is expected of each.
+"""make incumbents: torch's own tests on Paceline, compared with the expected result of each.
 
 python -m tests.incumbents                                  # all; some two minutes
 python -m tests.incumbents --part ddp --tests 'test_ddp_*'  # those of these names; shows why they stop
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     problems = 0
     for part in known.values() if given.part is None else [known[given.part]]:
-        # A process for each: what is put in place for one part would be in the other's way.
+        # A process for each: the patches for one part would interfere with the other.
         pid = os.fork()
         if not pid:
             os._exit(min(_run(part, known, given), 100))
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(part: outcomes.Part, known: dict[str, outcomes.Part], given: argparse.Namespace) -> int:
-    """Run the tests of a part; returns how many are not as expected."""
+    """Run the tests of a part; return the number of unexpected results."""
     tests = _tests(part.name)
     there = [name for name in dir(tests) if name.startswith("test_")]
     problems = outcomes.strangers(known, there)
@@ -88,7 +88,7 @@ _SAID = {"passes": "pass", "skips": "skip themselves", "stops": "stop"}
 
 
 def _tests(part: str) -> type:
-    """torch's test class, which torch's own files of tests make in this way."""
+    """torch's test class, which torch's own test files make in this way."""
     module = stand_ins.load(needs_no_gpu=part == "ddp")
     stand_ins.let_ranks_be_late(module, DEADLINE_S)
     importlib.import_module("paceline.torch")  # once, for all ranks
@@ -97,7 +97,7 @@ def _tests(part: str) -> type:
 
 
 def _prepare(part: str, subject: str) -> None:
-    """What a rank does before its test."""
+    """Prepare a rank for its test."""
     steps: dict[tuple[str, str], list[Callable[[], None]]] = {
         ("ddp", "paceline"): [
             stand_ins.stand_in_for_gpus,

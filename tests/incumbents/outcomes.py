@@ -1,7 +1,7 @@
-"""What is expected of each of torch's tests (`outcomes.json`), what is not as expected, and a table of it.
+"""The expected result of each of torch's tests (`outcomes.json`), unexpected results, and a table.
 
-The one idea: every test has a line. One that stops although none is listed is an error, and so is a listed
-one that passes now, that stops elsewhere, or that the installed torch has not.
+Every test has a line. It is an error if an unlisted test stops, and if a listed one passes, stops elsewhere,
+or is missing in the installed torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DATA = Path(__file__).with_name("outcomes.json")
 
 @dataclass(frozen=True)
 class Stop:
-    """Tests that stop at one thing.
+    """Tests that stop for one reason.
 
     Attributes:
         tests: Their names.
-        at: A pattern of what they say when they stop.
+        at: A pattern of their messages when they stop.
         why: The reason, for the table.
-        here: The test of Paceline that holds the behaviour; empty: there is none to hold.
+        here: The test of Paceline that covers the behaviour; empty: there is none to cover.
         theirs_stops: Whether torch's own class, or Gloo, stops on this machine, too.
     """
 
@@ -40,7 +40,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Part:
-    """The tests of one thing.
+    """The tests of one subject.
 
     Attributes:
         name: "ddp" or "collectives".
@@ -67,7 +67,7 @@ class Part:
         return sorted({*self.passes, *self.skipping, *self.stopping})
 
     def unexpected(self, name: str, outcome: Outcome) -> str | None:
-        """What is not as the list says; None: all is."""
+        """The difference from the list; None: there is none."""
         stop = self.stopping.get(name)
         if outcome.kind == "stops":
             if stop is None:
@@ -89,7 +89,7 @@ class Part:
         return "\n".join(lines) + "\n"
 
     def count(self) -> str:
-        """How many there are of each, in a sentence."""
+        """The number of each kind, in a sentence."""
         return (
             f"Of {len(self.names)} tests, {len(self.passes)} pass, {len(self.skipping)} skip themselves, and "
             f"{len(self.stopping)} stop."
@@ -97,7 +97,7 @@ class Part:
 
 
 def parts() -> dict[str, Part]:
-    """What is expected, by the name of the part."""
+    """The expected results, by the name of the part."""
     data = json.loads(DATA.read_text())
     return {
         name: Part(
@@ -111,7 +111,7 @@ def parts() -> dict[str, Part]:
 
 
 def version() -> str:
-    """The torch that was looked at."""
+    """The version of torch that the list is for."""
     return str(json.loads(DATA.read_text())["torch"])
 
 

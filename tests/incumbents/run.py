@@ -1,7 +1,7 @@
 """Runs one test of torch's on two ranks, which are forks of a process that has imported the tests.
 
-The one idea: the parent runs no thread and calls nothing of torch, so that a rank starts in milliseconds; it
-looks at all ranks in turn, and ends those of a test whose time is over, or of which one has failed.
+The parent runs no thread and calls no function of torch, so that a rank starts in milliseconds. It polls all
+ranks in turn, and ends those of a test whose time is over, or of which one has failed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ import torch
 from tests.incumbents import stand_ins
 
 GRACE_S = 15.0
-"""How long the other rank may go on after one has failed."""
+"""How long the other rank may continue after one has failed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """The result of a test.
 
     Attributes:
         kind: "passes", "skips" itself, or "stops".
-        seen: Why it was skipped; or, for each rank that stopped, its traceback, or what ended it.
+        seen: The reason for the skip; or, for each rank that stopped, its traceback, or how it ended.
         seconds: How long it took.
     """
 
@@ -76,7 +76,7 @@ class _Run:
         self.limit_s = self.began_s + self.deadline_s
 
     def look(self) -> bool:
-        """Whether all ranks have ended; those whose time is over are ended."""
+        """End ranks whose time is over; return whether all have ended."""
         now = time.monotonic()
         for number, rank in enumerate(self.ranks):
             self._listen(rank)
@@ -92,7 +92,7 @@ class _Run:
                         rank.text += f"\nrank {number} was still running after {self.deadline_s:g} s"
                 if rank.status is not None:
                     self._listen(rank)
-                    with contextlib.suppress(ProcessLookupError):  # what it has started
+                    with contextlib.suppress(ProcessLookupError):  # its children
                         os.killpg(rank.pid, signal.SIGKILL)
         if any(rank.status not in (None, 0) for rank in self.ranks):
             self.limit_s = min(self.limit_s, now + GRACE_S)
@@ -108,7 +108,7 @@ class _Run:
         seconds = time.monotonic() - self.began_s
         if not any(statuses):
             return Outcome("passes", "", seconds)
-        # Killed, in a skipped test: it had not come to the skip when the other one had been gone for long.
+        # Killed, in a skipped test: it had not reached the skip long after the other one had gone.
         if statuses[0] in skips and all(status in skips or status == -signal.SIGKILL for status in statuses):
             said = re.search(
                 r"for following reason: (.*)", (self.folder / "log.0").read_text(errors="replace")
@@ -127,7 +127,7 @@ class _Run:
 def run_all(
     tests: type[Any], names: Sequence[str], prepare: Callable[[], None], *, deadline_s: float, jobs: int
 ) -> Iterator[tuple[str, Outcome]]:
-    """The outcome of each test, as it ends.
+    """Yield the outcome of each test, as it ends.
 
     Args:
         tests: torch's test class.
@@ -190,7 +190,7 @@ def _be_rank(
         os.environ |= {"TEMP_DIR": str(folder), "TMPDIR": str(folder), "RANK": str(rank)}
         tempfile.tempdir = str(folder)
         sys.modules[stand_ins.TESTS].INIT_METHOD = f"file://{folder / 'init_dir' / 'again'}"  # type: ignore[attr-defined]
-        logging.basicConfig(level=logging.INFO, format="%(message)s")  # torch's base class says why it skips
+        logging.basicConfig(level=logging.INFO, format="%(message)s")  # torch's base class has a reason
         warnings.simplefilter("default")  # as torch's tests are run
         torch.set_num_threads(1)
         prepare()

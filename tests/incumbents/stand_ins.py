@@ -1,6 +1,6 @@
-"""What torch's tests need and do not find: a GPU to which tensors move, and a package for their base class.
+"""Replaces two needs of torch's tests: a GPU to which tensors move, and a package for their base class.
 
-Each is put in place in the process from which the ranks are forked, or in a rank before its test begins.
+Each is patched into the process from which the ranks are forked, or into a rank before its test begins.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def load(*, needs_no_gpu: bool) -> types.ModuleType:
         needs_no_gpu: Whether tests run that would skip themselves without a GPU.
     """
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE), "GLOO_SOCKET_IFNAME": "lo"}
-    # The base class of torch's tests is one of expecttest, which compares texts with texts in the source.
-    # None of these tests does.
+    # The base class of torch's tests comes from expecttest, which compares texts with texts in the source.
+    # None of these tests does that.
     if "expecttest" not in sys.modules:
         expecttest: Any = types.ModuleType("expecttest")
         expecttest.TestCase, expecttest.ACCEPT = unittest.TestCase, False
@@ -46,7 +46,7 @@ def load(*, needs_no_gpu: bool) -> types.ModuleType:
 
 
 def let_ranks_be_late(module: types.ModuleType, patience_s: float) -> None:
-    """Let ranks wait longer for each other than the 10 s of torch's tests, before a test and after it."""
+    """Make ranks wait longer for each other than the 10 s of torch's tests, before a test and after it."""
     barrier: Any = module.Barrier
     barrier.sync = staticmethod(functools.partial(barrier.sync, timeout=patience_s))
 
@@ -58,7 +58,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def stand_in_for_gpus() -> None:
-    """Let calls that move a tensor or a module to a GPU do nothing, and those that choose one."""
+    """Make calls that move a tensor or a module to a GPU, or choose a GPU, do nothing."""
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     for kind in (torch.Tensor, nn.Module):
@@ -92,7 +92,7 @@ def _with_device_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_on_cpu(kind: type[nn.Module]) -> None:
-    """Let this class wrap a model although device_ids names a GPU."""
+    """Make this class wrap a model although device_ids names a GPU."""
     constructor = kind.__init__
 
     @functools.wraps(constructor)
@@ -105,7 +105,7 @@ def wrap_on_cpu(kind: type[nn.Module]) -> None:
 
 
 def use_paceline_for_gloo() -> None:
-    """Let a process group be of the backend "paceline" where a test asks for Gloo."""
+    """Make process groups use the backend "paceline" if a test asks for Gloo."""
     importlib.import_module("paceline.torch")  # registers it
 
     initialise = dist.init_process_group
@@ -120,7 +120,7 @@ def use_paceline_for_gloo() -> None:
 
 
 def use_paceline_for_ddp() -> None:
-    """Let torch's DistributedDataParallel and SyncBatchNorm be Paceline's."""
+    """Replace torch's DistributedDataParallel and SyncBatchNorm by Paceline's."""
     import paceline.torch
 
     paceline.torch.replace_ddp()

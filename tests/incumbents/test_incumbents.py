@@ -1,4 +1,4 @@
-"""The list of what torch's tests do on Paceline is true; `make incumbents` runs all of them."""
+"""The list of torch's tests on Paceline is correct; `make incumbents` runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each library of `paceline.integrations` as its users have it: `make integrations` runs these.
+"""Each library of `paceline.integrations`, used as its users do: `make integrations` runs these.
 
-Not part of `make test`: they need libraries that nothing else needs. A library that is missing is a failure.
+Not part of `make test`: they need libraries that no other test needs. A missing library is a failure.
 """

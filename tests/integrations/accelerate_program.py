@@ -1,4 +1,4 @@
-"""What two ranks train with Accelerate: each case with torch's DDP and with ours."""
+"""The training of two ranks with Accelerate: each case with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def late_trigger(is_ours: bool) -> dict[str, Any]:
 
 
 def refused() -> list[str]:
-    """What is wrong at once, in words."""
+    """The errors that are raised at once, as text."""
     late = Accelerator(cpu=True)
     late.prepare(nn.Linear(2, 2))
     return [

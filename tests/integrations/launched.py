@@ -1,4 +1,4 @@
-"""Runs a program on two ranks and compares the losses that it found with the library's own DDP and with ours.
+"""Runs a program on two ranks and compares its losses with the library's own DDP and with Paceline's.
 
 A program gets a folder, and writes `RANK.json` into it: losses by name, and the modules of the wrappers.
 """
@@ -22,7 +22,7 @@ TORCHS = "torch.nn.parallel.distributed"
 
 
 def paceline_run() -> list[str]:
-    """The command line that starts two ranks, but for the program."""
+    """The command line that starts two ranks, without the program."""
     return [sys.executable, "-m", "paceline", "run", "-n", "2"]
 
 
@@ -56,13 +56,13 @@ def reports(folder: Path, command: Sequence[str], **variables: str) -> list[dict
 
 
 def report_of(folder: Path, rank: int | str) -> dict[str, Any]:
-    """What a rank has written."""
+    """The report of a rank."""
     found: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
     return found
 
 
 def assert_same_curve(losses: Sequence[float], others: Sequence[float]) -> None:
-    """The same losses, step by step, but for rounding; and that something was learnt."""
+    """Check that all losses are the same, except for rounding, and that the model has learnt."""
     assert len(losses) == len(others) > 4
     np.testing.assert_allclose(losses, others, rtol=2e-5, atol=2e-6)
     half = len(losses) // 2

@@ -1,4 +1,4 @@
-"""What two ranks do with libraries that take a wrapped model as it is: with torch's DDP and with ours."""
+"""Two ranks with libraries that accept a wrapped model as it is: with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches() -> list[Any]:
-    """This rank's, of 4 samples."""
+    """This rank's share of the inputs and targets, of 4 samples."""
     inputs, targets = data()[dist.get_rank() :: 2]
     return list(zip(inputs.contiguous().split(4), targets.contiguous().split(4)))
 
@@ -100,7 +100,7 @@ def metric(wrap: Wrap, folder: Path) -> dict[str, Any]:
 
 
 def loader(wrap: Wrap, folder: Path) -> dict[str, Any]:
-    """Stop within an epoch, and go on with a new loader in the same place."""
+    """Stop within an epoch, and continue with a new loader in the same place."""
     sampler = DistributedSampler(data(), num_replicas=2, rank=dist.get_rank(), seed=5)
     model = wrap(network())
     optimizer = adam(model)
@@ -145,13 +145,13 @@ def engine(wrap: Wrap, folder: Path) -> dict[str, Any]:
 
 
 def replaced_if(wrap: Wrap) -> Any:
-    """`replace_ddp`, for the turn of our class."""
+    """`replace_ddp`, if the variant is Paceline's."""
     is_ours = wrap is paceline.torch.DistributedDataParallel
     return paceline.torch.replace_ddp() if is_ours else nullcontext()
 
 
 def auto_model(wrap: Wrap, folder: Path) -> dict[str, Any]:
-    """Ignite wraps the model by itself: in ours, where `replace_ddp` is in force."""
+    """Ignite wraps the model by itself: in Paceline's class, under `replace_ddp`."""
     with replaced_if(wrap):
         model = idist.auto_model(network())
     optimizer = adam(model)

@@ -1,4 +1,4 @@
-"""What two ranks train with Lightning: each case with its own strategy and with ours."""
+"""The training of two ranks with Lightning: each case with its own strategy and with Paceline's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def data() -> TensorDataset:
 
 
 class Regression(LightningModule):
-    """Whatever is in all cases; those differ in what they override."""
+    """The base of all cases, which override parts of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What two ranks train with hapi and with fleet: with paddle.DataParallel and with ours."""
+"""The training of two ranks with hapi and with fleet: with paddle.DataParallel and with Paceline's class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Losses(paddle.callbacks.Callback):
         self.seen: list[float] = []
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """hapi's call."""
+        """The method that hapi calls."""
         self.seen.append(float(np.ravel(logs["loss"])[0]))
 
 

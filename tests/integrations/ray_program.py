@@ -1,8 +1,8 @@
 """`paceline.ray.run` on a cluster of two nodes of two CPUs, which Ray starts on this machine.
 
-    python -m tests.integrations.ray_program FOLDER
+python -m tests.integrations.ray_program FOLDER
 
-Writes FOLDER/found.json: what the runs returned and raised.
+Writes FOLDER/found.json: the results and errors of the runs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def preempted(folder: Path) -> dict[str, Any]:
 
 
 def failure(*args: Any, **options: Any) -> dict[str, Any]:
-    """What a run raises, and whether all is free again in time."""
+    """The error of a run, and whether all resources are free again in time."""
     try:
         paceline.ray.run(*args, **options)
     except (ConfigError, LaunchError) as error:

@@ -1,6 +1,6 @@
-"""What two workers of Ray Train train: with torch's DDP and with ours, by Ray's own `prepare_model`.
+"""The training of two workers of Ray Train, by its `prepare_model`: with torch's DDP and Paceline's.
 
-    python -m tests.integrations.ray_train_program FOLDER
+python -m tests.integrations.ray_train_program FOLDER
 
 Writes FOLDER/config-RANK.json with `torch_config=PacelineConfig()`, FOLDER/RANK.json of the example with
 torch's class replaced in the workers, and FOLDER/refused.txt.
@@ -20,7 +20,7 @@ from unittest import mock
 import ray
 import ray.train.torch
 import torch
-import torch.nn.parallel.distributed  # whose class nobody replaces
+import torch.nn.parallel.distributed  # its class is never replaced
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
@@ -40,7 +40,7 @@ def network() -> nn.Module:
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """The losses of this worker, with what `prepare_model` wraps in."""
+    """The losses of this worker, with the class that `prepare_model` wraps in."""
     model = ray.train.torch.prepare_model(network(), parallel_strategy_kwargs=arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     made = torch.Generator().manual_seed(1)
@@ -60,15 +60,15 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
 
 def with_torchs_class() -> dict[str, Any]:
-    """Ray's own: what its `prepare_model` does where nothing is replaced."""
+    """Ray's own behaviour: its `prepare_model` without a replaced class."""
     where = ray.train.torch.prepare_model.__module__
     theirs = torch.nn.parallel.distributed.DistributedDataParallel
     with mock.patch(f"{where}.DistributedDataParallel", theirs):
         return trained()
 
 
-def told_of_a_raise() -> str:
-    """What rank 0 raises when the function of rank 1 does, as it leaves Paceline's context."""
+def error_of_another_rank() -> str:
+    """The error on rank 0 when the function of rank 1 raises and leaves Paceline's context."""
     model = ray.train.torch.prepare_model(network())
     if ray.train.get_context().get_world_rank() == 1:
         context = PacelineConfig().train_func_context()
@@ -88,7 +88,7 @@ def train(config: dict[str, Any]) -> None:
     found["arguments"] = trained(nonfinite="raise")
     key = find_secret().key.decode()
     found["secret"] = [key, key in repr(dict(os.environ))]
-    found["told"] = told_of_a_raise()
+    found["raised"] = error_of_another_rank()
     rank = ray.train.get_context().get_world_rank()
     Path(config["folder"], f"config-{rank}.json").write_text(json.dumps(found))
 

@@ -1,10 +1,10 @@
-"""Time per step of trainers with torch's DDP and with our class in its place, round by round.
+"""Time per step of trainers with torch's DDP and with Paceline's class, round by round.
 
-    paceline run -n 2 -m tests.integrations.step_times --rounds 5 --markdown benchmarks/results
+paceline run -n 2 -m tests.integrations.step_times --rounds 5 --markdown benchmarks/results
 
 The models and data of examples/trainers. Every round trains with each class anew, in one process per rank. A
-third way wraps the model in a class that averages nothing: what is left is the trainer's and the model's own
-time, which no wrapper can save. Losses are compared before anything is timed.
+third variant wraps the model in a class that does not average: the remaining time is the trainer's and the
+model's own, which no wrapper can save. Losses are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Turn = tuple[list[float], list[float]]  # losses, and when each step ended
 
 
 class Alone(TorchDDP):
-    """In the place of a wrapper, averages nothing."""
+    """Replaces a wrapper, and does not average."""
 
     def __init__(self, module: nn.Module, **_: Any) -> None:
         nn.Module.__init__(self)
@@ -68,7 +68,7 @@ class Alone(TorchDDP):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    with redirect_stderr(StringIO()):  # it would say in each turn what it has replaced
+    with redirect_stderr(StringIO()):  # in each turn it would print the class that it has replaced
         replaced = paceline.torch.replace_ddp()
     with replaced:
         yield
@@ -97,7 +97,7 @@ def digits(batches: int) -> DataLoader[Any]:
 
 
 def network(depth: int) -> nn.Module:
-    """That of the examples, with further layers of the same kind."""
+    """The model of the examples, with further layers of the same kind."""
     further = (
         layer
         for _ in range(depth)
@@ -240,8 +240,8 @@ def with_transformers(
 ) -> Turn:
     set_seed(0)
     ends, losses, model = StepEnds(), [], make_model()
-    # The Trainer's own log of losses asks the other ranks for theirs.
-    model.register_forward_hook(lambda *told: losses.append(told[-1]["loss"].item()))
+    # The Trainer's own log of losses communicates with the other ranks.
+    model.register_forward_hook(lambda *arguments: losses.append(arguments[-1]["loss"].item()))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

@@ -20,7 +20,7 @@ EXAMPLE = "examples/trainers/accelerate_digits.py"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found in all cases; one start of processes for all."""
+    """The reports of both ranks in all cases; one start of processes for all."""
     folder = tmp_path_factory.mktemp("accelerate")
     return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
 
@@ -42,7 +42,7 @@ def test_accelerate_prepares_once_unwraps_and_saves_as_ever(trained):
         assert ours["state"] == theirs["state"]
 
 
-def test_accelerate_is_told_what_is_wrong_on_every_rank(trained):
+def test_accelerate_raises_what_is_wrong_on_every_rank(trained):
     for rank in trained:
         late, unknown, other, twice = rank["refused"]
         assert "has prepared a model already" in late

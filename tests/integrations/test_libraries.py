@@ -1,4 +1,4 @@
-"""Libraries that take a wrapped model as it is, or wrap it by torch's name: the same with our class."""
+"""Libraries that accept a wrapped model, or wrap it by torch's name: the same with Paceline's class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROGRAM = "tests.integrations.libraries_program"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found with all libraries; one start of processes for all."""
+    """The reports of both ranks with all libraries; one start of processes for all."""
     folder = tmp_path_factory.mktemp("libraries")
     return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
 

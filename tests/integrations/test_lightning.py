@@ -14,7 +14,7 @@ EXAMPLE = "examples/trainers/lightning_digits.py"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found in all cases; one start of processes for all."""
+    """The reports of both ranks in all cases; one start of processes for all."""
     folder = tmp_path_factory.mktemp("lightning")
     return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
 
@@ -39,11 +39,11 @@ def test_lightning_keeps_running_statistics_in_step_when_optimizing_by_hand(trai
 
 
 def test_lightning_uses_a_communication_hook_on_the_cpu(trained):
-    """Lightning's own strategy drops it there, and says nothing."""
+    """Lightning's own strategy silently drops it there."""
     for rank in trained:
         theirs, ours = rank["hook"]["ddp"], rank["hook"]["paceline"]
         assert theirs["calls"] == 0 < ours["calls"]
-        # float16 between the ranks: near the others, and not the same
+        # float16 between the ranks: close to the others, and not the same
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
         assert ours["losses"][1:] != theirs["losses"][1:]
 

@@ -1,4 +1,4 @@
-"""hapi's paddle.Model and fleet with our class in the place of paddle.DataParallel, beside Paddle's own."""
+"""hapi's paddle.Model and fleet with Paceline's class instead of paddle.DataParallel, beside Paddle's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROGRAM = "tests.integrations.paddle_program"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found in both cases; one start of processes."""
+    """The reports of both ranks in both cases; one start of processes."""
     folder = tmp_path_factory.mktemp("paddle")
     return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
 
@@ -27,7 +27,7 @@ def test_paddles_trainers_train_as_with_its_own_class(trained, case):
 
 
 def test_hapi_evaluates_with_running_statistics_that_are_in_step(trained):
-    """Paddle's class leaves them out of step in fit(), so that each rank evaluates another model."""
+    """Paddle's class leaves the ranks out of step in fit(), so that each rank evaluates another model."""
     theirs, ours = ([rank["hapi"][number] for rank in trained] for number in (0, 1))
     assert ours[0]["running"] == ours[1]["running"]
     assert theirs[0]["running"] != theirs[1]["running"]

@@ -14,7 +14,7 @@ PROGRAM = "tests.integrations.quantised_program"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found with all models; one start of processes for all."""
+    """The reports of both ranks with all models; one start of processes for all."""
     folder = tmp_path_factory.mktemp("quantised")
     return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
 

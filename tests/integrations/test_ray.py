@@ -15,7 +15,7 @@ PROGRAM = "tests.integrations.ray_program"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What all runs have found; one cluster for all."""
+    """The reports of all runs; one cluster for all."""
     folder = tmp_path_factory.mktemp("ray")
     done = ended([sys.executable, "-m", PROGRAM, str(folder)], RAY_USAGE_STATS_ENABLED="0")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +50,7 @@ def test_a_worker_that_raises_is_named_with_its_traceback_alone(found):
     assert raised["text"].startswith("Rank 2 of 4 failed first: ValueError: no such file: data.bin\n")
     assert "raising, node " in raised["text"]
     assert raised["traceback"].startswith("Traceback (most recent call last):\n")
-    assert "in raising" in raised["traceback"].splitlines()[1]  # no frame of Ray's, nor of ours
+    assert "in raising" in raised["traceback"].splitlines()[1]  # no frame of Ray, nor of Paceline
     assert "\x1b[" not in raised["text"]
 
 
@@ -58,8 +58,8 @@ def test_a_worker_that_dies_is_named_and_not_one_that_lost_it(found):
     died = found["died"]
     assert (died["kind"], died["rank"]) == ("LaunchError", 2)
     assert died["text"].startswith("Rank 2 of 4 failed first: its process has ended\n")
-    assert "The actor died" in died["text"]  # Ray's own words, with the causes that it knows
-    # Another one may be stopped by Ray before it has reported its error.
+    assert "The actor died" in died["text"]  # Ray's own text, with the causes that it knows
+    # Ray may stop another rank before that has reported its error.
     assert re.search(r"ranks? (0|1|3|0-1|0, 3|1, 3|0-1, 3): PeerLostError: Rank 2 of 4 died", died["text"])
 
 
@@ -83,7 +83,7 @@ def test_a_result_that_cannot_be_pickled_is_reported_with_its_rank(found):
         ("no such thing", ["2 workers of 1 CPU, 1 FPGA each", "no node has 1 FPGA for one worker: none has"]),
     ],
 )
-def test_what_the_cluster_does_not_have_is_told_at_the_deadline(found, name, words):
+def test_missing_resources_of_the_cluster_are_reported_at_the_deadline(found, name, words):
     assert found[name]["kind"] == "ConfigError"
     for each in words:
         assert each in found[name]["text"]

@@ -14,7 +14,7 @@ WITHIN_S = 1200  # two times a controller and two workers that import all of Ray
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What both workers have found in all runs; one start of Ray for all."""
+    """The reports of both workers in all runs; one start of Ray for all."""
     made = tmp_path_factory.mktemp("ray_train")
     done = ended([sys.executable, "-m", PROGRAM, str(made)], WITHIN_S, RAY_USAGE_STATS_ENABLED="0")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +31,7 @@ def test_ray_train_trains_as_with_its_own_ddp(folder):
 
 
 def test_ray_train_passes_arguments_on(folder):
-    """`nonfinite` is one that torch's class does not have."""
+    """torch's class has no argument `nonfinite`."""
     for rank in range(2):
         found = report_of(folder, f"config-{rank}")
         assert found["arguments"] == found["ours"]
@@ -44,9 +44,9 @@ def test_ray_trains_workers_have_one_secret_that_stands_in_no_environment(folder
     assert not is_shown
 
 
-def test_a_worker_of_ray_train_that_raises_tells_the_others(folder):
-    assert "Rank 1 of 2 raised" in report_of(folder, "config-0")["told"]
-    assert "ValueError: no such file: data.bin" in report_of(folder, "config-0")["told"]
+def test_the_other_workers_of_ray_train_report_one_that_raises(folder):
+    assert "Rank 1 of 2 raised" in report_of(folder, "config-0")["raised"]
+    assert "ValueError: no such file: data.bin" in report_of(folder, "config-0")["raised"]
 
 
 def test_the_first_version_of_ray_trains_api_is_refused(folder):

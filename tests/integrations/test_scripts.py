@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "examples" / "trainers"
 
 
 def without_paceline(name: str) -> str:
-    """The example with what is Paceline's taken out."""
+    """The example without Paceline's parts."""
     text = (EXAMPLES / name).read_text()
     text = re.sub(r"^(from|import) paceline.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ *use_paceline\(.*\)\n", "", text, flags=re.MULTILINE)
@@ -62,7 +62,7 @@ def test_a_script_runs_unchanged_with_replace_ddp(tmp_path, name, options):
 
 @pytest.mark.parametrize("name", ["accelerate_digits.py", "lightning_digits.py"])
 def test_a_script_that_replaces_the_class_under_its_own_launcher(tmp_path, name):
-    """`accelerate launch`, and Lightning's launcher, which starts the script once more by itself."""
+    """`accelerate launch`, and Lightning's launcher, which starts the script a second time by itself."""
     first = "from __future__ import annotations\n"
     script = tmp_path / "script.py"
     script.write_text(
@@ -79,7 +79,7 @@ def test_a_script_that_replaces_the_class_under_its_own_launcher(tmp_path, name)
 
 
 def test_a_part_for_a_library_under_replace_ddp(tmp_path):
-    """Both at once put the same class around the model, once."""
+    """Both at once wrap the model in the same class, once."""
     command = [*paceline_run(), "--replace-ddp", str(EXAMPLES / "accelerate_digits.py")]
     for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
         assert report["wrapper"] == OURS

@@ -1,4 +1,4 @@
-"""timm's utilities, put together as its training script does, with torch's DDP and with ours in its place."""
+"""timm's utilities, combined as in its training script, with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = str(ROOT / "tests" / "integrations" / "timm_program.py")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found in both ways; one start of processes for all."""
+    """The reports of both ranks in both variants; one start of processes for all."""
     folder = tmp_path_factory.mktemp("timm")
     return reports(folder, [*paceline_run(), *CPUS, PROGRAM, str(folder)], **VISION)
 

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers, its Accelerator told to use our class, beside torch's DDP."""
+"""The Trainer of Transformers, its Accelerator configured for Paceline's class, beside torch's DDP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROGRAM = "tests.integrations.transformers_program"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What both ranks have found in all cases; one start of processes for all."""
+    """The reports of both ranks in all cases; one start of processes for all."""
     folder = tmp_path_factory.mktemp("transformers")
     return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
 

@@ -1,4 +1,4 @@
-"""What two ranks train with timm, as its training script does: with torch's DDP and with ours."""
+"""The training of two ranks with timm, as in its training script: with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from timm.utils import (
     reduce_tensor,
 )
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as NativeDDP  # so named in timm's script
+from torch.nn.parallel import DistributedDataParallel as NativeDDP  # the name in timm's script
 from torch.utils.data import Dataset
 
 import paceline.torch
@@ -53,7 +53,7 @@ class Images(Dataset[Any]):
 
 
 class Script:
-    """The model wrapped at the call, as the script of earlier versions does; its average beside it."""
+    """The model wrapped in the call, as the script of earlier versions does; its average beside it."""
 
     averages_statistics = False
 

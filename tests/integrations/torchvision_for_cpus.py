@@ -1,10 +1,10 @@
-"""Lets torchvision be imported beside torch for CPUs, for its transforms; as a program, runs a script so.
+"""Makes torchvision importable beside torch for CPUs, for its transforms; as a program, runs a script.
 
-    paceline run -n 2 -m tests.integrations.torchvision_for_cpus SCRIPT ...
+paceline run -n 2 -m tests.integrations.torchvision_for_cpus SCRIPT ...
 
 The wheels of torchvision in a package index are built against torch for GPUs: their compiled operators cannot
-be loaded, and importing torchvision fails at the first one that it describes. timm imports it and uses its
-transforms alone, so here the operators are declared, without code; a call would fail.
+be loaded, and importing torchvision fails at the first one that it describes. timm imports it and uses only
+its transforms, so here the operators are declared, without code; a call would fail.
 """
 
 from __future__ import annotations

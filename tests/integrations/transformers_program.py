@@ -1,4 +1,4 @@
-"""What two ranks train with the Trainer of Transformers: with torch's DDP and with ours."""
+"""The training of two ranks with the Trainer of Transformers: with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.integrations.accelerate import use_paceline
 
 
 class Sequences(Dataset[dict[str, Any]]):
-    """Numbers that count on, from another one in each sample."""
+    """Consecutive numbers, from a different start in each sample."""
 
     def __len__(self) -> int:
         return 96
@@ -27,7 +27,7 @@ class Sequences(Dataset[dict[str, Any]]):
 
 
 class Wrapper(TrainerCallback):
-    """Remembers what the Trainer has wrapped the model in."""
+    """Remembers the class in which the Trainer has wrapped the model."""
 
     module = ""
 

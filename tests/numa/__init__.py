@@ -1,1 +1,1 @@
-"""Where memory lies on a machine with two NUMA nodes, which `make numa` simulates."""
+"""The placement of memory on a machine with two NUMA nodes, which `make numa` simulates."""

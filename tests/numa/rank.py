@@ -1,7 +1,7 @@
-"""One rank on a machine with several NUMA nodes: is its memory on the node of its CPUs? Needs numpy alone.
+"""One rank checks that its memory is on the NUMA node of its CPUs. Needs only numpy.
 
-The kernel is asked for each page (`move_pages` without a place to move to). What is shared is looked at by
-each rank for itself, so that what one rank has not touched is seen by another.
+It asks the kernel for each page (`move_pages` without a target). Each rank checks shared memory for itself,
+so that another rank sees pages that one rank has not touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.rendezvous.model_memory import share_model_memory
 
 MOVE_PAGES = {"x86_64": 279, "aarch64": 239}[os.uname().machine]
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-MODEL_BYTES = 7 << 20  # of which no number of ranks but one and seven gets whole MiB
+MODEL_BYTES = 7 << 20  # only one and seven ranks get whole MiB of it
 DEADLINE_S = 300  # an emulated processor is slow
 
 

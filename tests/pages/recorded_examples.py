@@ -20,19 +20,19 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-# For two processes of a loaded machine that import a framework and train for some steps.
+# For two processes that import a framework and train for some steps on a busy machine.
 WITHIN_S = 400
 
 
 class Recorded(NamedTuple):
-    """What the ranks of a run have printed; and, for each rank, gradients and parameters of all steps."""
+    """The output of the ranks of a run; and, for each rank, gradients and parameters of all steps."""
 
     printed: str
     gradients: list[np.ndarray]
     parameters: list[np.ndarray]
 
     def values(self, label: str) -> list[float]:
-        """The numbers that are printed behind a label."""
+        """The numbers that are printed after a label."""
         return [float(value) for value in re.findall(rf"{label} (\d+\.\d+)", self.printed)]
 
 
@@ -66,7 +66,7 @@ def beside_own_ddp(python: str, name: str, folder: Path, options: Sequence[str])
 
 
 def assert_same_bits(*runs: Recorded) -> None:
-    """All ranks of all runs have the same gradients and parameters in each step."""
+    """Check that all ranks of all runs have the same gradients and parameters in each step."""
     for run in runs:
         for gradients, parameters in zip(run.gradients, run.parameters):
             np.testing.assert_array_equal(gradients, runs[0].gradients[0])
@@ -75,7 +75,7 @@ def assert_same_bits(*runs: Recorded) -> None:
 
 
 def assert_first_gradients_close(run: Recorded, other: Recorded, num_steps: int) -> None:
-    """The gradients of the first two steps are the same but for rounding.
+    """Check that the gradients of the first two steps are the same except for rounding.
 
     Rounding grows in later steps: an optimizer of Adam's kind divides a gradient near zero by its own size.
     """
@@ -84,7 +84,7 @@ def assert_first_gradients_close(run: Recorded, other: Recorded, num_steps: int)
 
 
 def _with_own_ddp(example: Path) -> str:
-    """Take the diff at the head of an example back."""
+    """Revert the diff at the head of an example."""
     head, quotes, code = example.read_text().partition('"""\n\n')
     hunks = re.findall(r"((?:^    - .*\n)*)((?:^    \+ .*\n)+)", head, flags=re.MULTILINE)
     for hunk in hunks:
@@ -147,7 +147,7 @@ def _main() -> None:
         gradients=np.concatenate(recorder.gradients),
         parameters=np.concatenate(recorder.parameters),
     )
-    # All leave together: with the framework's own wrapper, a rank was seen to stay for ever when another one
+    # All leave together: with the framework's own wrapper, a rank was seen to stay forever when another one
     # had destroyed its group.
     while not all((folder / f"{rank}.npz").exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.01)

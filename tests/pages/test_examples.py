@@ -23,14 +23,14 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(*command: str) -> str:
-    """Run a command to success; its output."""
+    """Run a command that must succeed; return its output."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
 def digits(launcher: list[str], folder: Path, *options: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Run digits.py; its report and its weights."""
+    """Run digits.py; return its report and its weights."""
     report, weights = folder / "report.json", folder / "weights.pt"
     files = ["--report", str(report), "--save", str(weights)]
     run(*launcher, str(EXAMPLES / "digits.py"), "--epochs", "1", *files, *options)
@@ -43,7 +43,7 @@ def paceline_run(python: str = sys.executable) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """All as a user has it, as with torch's DDP below; other tests begin with torch imported."""
+    """Started as by a user, like torch's DDP below; other tests begin with torch imported."""
     return digits(paceline_run(), tmp_path_factory.mktemp("two_ranks"))
 
 

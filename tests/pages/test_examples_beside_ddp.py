@@ -44,7 +44,7 @@ def test_a_gan_has_the_very_parameters_of_torchs_ddp(tmp_path):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_gpt_with_weights_trains_as_one_process_with_the_whole_batch(framework, tmp_path):
-    """Beside the script with the framework's own wrapper, too, which scales each loss by hand."""
+    """Also beside the script with the framework's own wrapper, which scales each loss by hand."""
     python, name = warm_python(framework), of(framework, "gpt.py")
     ours, own = beside_own_ddp(python, name, tmp_path, GPT)
     alone = recorded(python, EXAMPLES / name, tmp_path / "alone", GPT, num_ranks=1)

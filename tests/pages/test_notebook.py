@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "notebook.md"
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One for all these tests: what a cell leaves behind, the next one meets."""
+    """One kernel for all these tests: each cell sees the remains of earlier ones."""
     kernel = Kernel(tmp_path_factory.mktemp("k"))
     kernel.run("import os, time\nimport paceline")
     yield kernel
@@ -35,7 +35,7 @@ def children(pid: int) -> set[int]:
 
 
 def test_what_ranks_print_comes_while_they_run(kernel: Kernel, tmp_path: Path) -> None:
-    """Each rank goes on only when the cell shows what both have printed before."""
+    """Each rank continues only when the cell shows the earlier output of both."""
     cell = f"""
 folder = {str(tmp_path)!r}
 
@@ -76,7 +76,7 @@ paceline.spawn(fail, nprocs=2, grace_s=0.5)
         shown.error,
     )
     assert "ValueError" not in shown.stdout + shown.stderr
-    # What hung is shown by its cell, too; and of ours, only the call that raises.
+    # The cell shows the stack of the hang; of Paceline's frames, only the call that raises.
     assert re.search(r"where rank 0 is:\n(.*\n)?\s+Cell In\[\d+\], line 4 in fail", shown.stderr)
     assert "ipykernel_" not in shown.error + shown.stderr
     assert len(re.findall(r"^File .*paceline", shown.traceback, re.M)) == 1

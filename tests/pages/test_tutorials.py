@@ -1,4 +1,4 @@
-"""The tutorials: each script runs as its page says, and prints what the page shows, but for numbers."""
+"""The tutorials: each script runs as its page describes, and prints the page's output, except for numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import tutorials
 from tests.tutorials import FOLDER, Step, steps, words_of
 
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
-# Takes a minute, and needs a machine that does nothing else: test_tune.py has shorter ones.
+# Takes a minute, and needs an idle machine: test_tune.py has shorter ones.
 TUNES = ["paceline", "tune", "gru.py"]
 
 
@@ -32,7 +32,7 @@ def test_a_tutorial_runs_as_it_says(page: str, tmp_path: Path) -> None:
 
 
 def shortened(step: Step) -> Step:
-    """The script that is tuned, for some steps, in place of the command that tunes."""
+    """Runs the tuned script, for some steps, instead of the command that tunes."""
     if step.command != TUNES:
         return step
     script = step.files["gru.py"]
@@ -47,4 +47,4 @@ def test_the_tutorials_are_in_an_order() -> None:
     assert sorted(listed) == PAGES
     for page, following in itertools.pairwise(listed):
         ending = (FOLDER / f"{page}.md").read_text().rpartition("\nNext: [")[2]
-        assert f"({following}.md)" in ending or page == "torch-script"  # which is beside the Paddle script
+        assert f"({following}.md)" in ending or page == "torch-script"  # it is beside the Paddle script

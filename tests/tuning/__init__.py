@@ -1,1 +1,1 @@
-"""How good the answers of `paceline tune` are: `python -m tests.tuning` measures all layouts for long."""
+"""Checks the answers of `paceline tune`: `python -m tests.tuning` measures all layouts for long."""

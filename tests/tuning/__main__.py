@@ -1,8 +1,8 @@
 """Is the answer of `paceline tune` within 5 % of the best layout, for three models?
 
-The best layout is found without anything of `paceline tune`: each layout is launched anew in each round,
-alone on the machine, and the script tells its own rate by its own clock. The layouts take turns. It takes
-some minutes, on a machine that does nothing else.
+The best layout is found without any code of `paceline tune`: each layout is launched anew in each round,
+alone on the machine, and the script reports its rate by its own clock. The layouts take turns. It takes some
+minutes, on an idle machine.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def exhaustive(
 
 
 def run(arguments: list[str], **environment: str) -> str:
-    """The output of a command of Paceline; what it says besides goes to our own."""
+    """The stdout of a command of Paceline; its stderr goes to our own."""
     ended = subprocess.run(
         [sys.executable, "-m", "paceline", *arguments],
         env={**os.environ, **environment},

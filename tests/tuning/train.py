@@ -1,6 +1,6 @@
-"""A training script as a user has one, with three models. Its batch is divided among the ranks.
+"""A typical training script of a user, with three models. Its batch is divided among the ranks.
 
-It tells its own rate, by its own clock and its own count of steps, when it ends after `--seconds`.
+It reports its rate, by its own clock and its own count of steps, when it ends after `--seconds`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     inputs, targets = torch.randn(16, batch, *shape), torch.randint(10, (16, batch))
 
     def steps_for(seconds: float) -> tuple[int, float]:
-        """Train until rank 0's clock says so; steps and seconds."""
+        """Train until rank 0's clock ends it; return steps and seconds."""
         steps, begin = 0, time.perf_counter()
         is_over = torch.zeros(1)
         while not is_over.item():

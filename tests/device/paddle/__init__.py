@@ -1,4 +1,4 @@
-"""A device for tests that Paddle takes for one of its custom devices; device.cc says how it works.
+"""A stand-in device that Paddle loads as one of its custom devices; device.cc explains how it works.
 
 Paddle loads it when it is imported, if CUSTOM_DEVICE_ROOT names the folder that `build()` returns.
 """
@@ -19,11 +19,11 @@ BACKEND = "xccl"
 ROOT = "CUSTOM_DEVICE_ROOT"
 _DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu")
 _LIBRARY = "paceline_test_device_paddle"
-IS_THERE = _LIBRARY in os.environ.get(ROOT, "")  # there are other makers' devices
+IS_THERE = _LIBRARY in os.environ.get(ROOT, "")  # there are devices of other vendors
 
 
 def build() -> Path:
-    """The folder of the library, built anew if a source or Paddle is another one; Paddle is not imported."""
+    """The folder of the library, built anew if a source or Paddle has changed; does not import Paddle."""
     spec = importlib.util.find_spec("paddle")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("the device is built from the headers of Paddle, which is not installed")

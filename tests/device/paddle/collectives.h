@@ -1,6 +1,6 @@
-// Collectives of the device: each runs on the stream that Paddle gives it, in turns of all ranks, through a file
-// in memory that the ranks of one machine share. A rank that does not come is waited for, as NCCL does, until the
-// communicator is destroyed.
+// Collectives of the device. Each runs on the stream that Paddle gives it, in turns of all ranks, through a
+// file in memory that the ranks of one machine share. As with NCCL, the other ranks wait for a missing rank
+// until the communicator is destroyed.
 #pragma once
 
 #include <fcntl.h>
@@ -29,7 +29,7 @@ inline Queue& queue_of(C_Stream stream) {
   return *reinterpret_cast<Queue*>(stream);
 }
 
-inline C_Status told(const std::string& error) {
+inline C_Status status_of(const std::string& error) {
   if (error.empty()) return C_SUCCESS;
   std::fprintf(stderr, "the device of tests: %s\n", error.c_str());
   return C_INTERNAL_ERROR;
@@ -57,14 +57,14 @@ inline std::size_t width_of(C_DataType dtype) {
   }
 }
 
-// The ranks of one group, each with a place for what it brings.
+// The ranks of one group; each has a place for its data.
 class Communicator {
  public:
   static constexpr std::size_t kMostRanks = 64;
   static constexpr std::size_t kIdBytes = 64;
   static constexpr std::size_t kPlaceBytes = 1 << 20;
 
-  // The file's name, which is good as long as this process lives, and has it open.
+  // The file's name, which is valid as long as this process lives and has it open.
   static void make_id(char* id) {
     int file = memfd_create("paceline-test-device", 0);
     if (file < 0 || ftruncate(file, kBytes) != 0)
@@ -85,9 +85,9 @@ class Communicator {
 
   void destroy() { is_destroyed_ = true; }
 
-  // All ranks bring so many bytes, a piece of them after the other, and do something with what all brought.
-  // `bring` copies a piece of this rank's bytes to its place; `take` has the places of all.
-  void meet(
+  // Exchanges `nbytes` bytes of each rank, in chunks. `bring` copies a chunk of this rank's bytes to its
+  // place; after all ranks have done so, `take` reads the places of all.
+  void exchange(
       std::size_t nbytes,
       const std::function<void(char* place, std::size_t at, std::size_t count)>&
           bring,
@@ -209,7 +209,7 @@ inline void fill_collectives(C_DeviceInterface& device) {
           new Communicator(static_cast<char*>(id->data), static_cast<int>(rank),
                            static_cast<int>(size)));
     } catch (const std::exception& error) {
-      return told(error.what());
+      return status_of(error.what());
     }
     return C_SUCCESS;
   };
@@ -223,7 +223,7 @@ inline void fill_collectives(C_DeviceInterface& device) {
                               C_DataType dtype, C_CCLReduceOp op,
                               C_CCLComm comm, C_Stream stream) {
     queue_of(stream).add([=, &all = communicator_of(comm)] {
-      all.meet(
+      all.exchange(
           count * width_of(dtype),
           [&](char* place, std::size_t at, std::size_t nbytes) {
             copy_to(place, from, at, nbytes);
@@ -239,7 +239,7 @@ inline void fill_collectives(C_DeviceInterface& device) {
                              C_Stream stream) {
     queue_of(stream).add([=, &all = communicator_of(comm)] {
       const bool is_root = all.rank() == static_cast<int>(root);
-      all.meet(
+      all.exchange(
           count * width_of(dtype),
           [&](char* place, std::size_t at, std::size_t nbytes) {
             if (is_root) copy_to(place, memory, at, nbytes);
@@ -257,7 +257,7 @@ inline void fill_collectives(C_DeviceInterface& device) {
                               C_Stream stream) {
     queue_of(stream).add([=, &all = communicator_of(comm)] {
       const auto own = count * width_of(dtype);
-      all.meet(
+      all.exchange(
           own,
           [&](char* place, std::size_t at, std::size_t nbytes) {
             copy_to(place, from, at, nbytes);

@@ -1,13 +1,15 @@
-// A device for tests of PaddlePaddle: memory of the host, and streams that are threads. It runs what it is given
-// later, as a GPU does, so that whatever forgets to wait for a stream reads what is not there yet.
+// A device for tests of PaddlePaddle: memory of the host, and streams that are threads. It runs work
+// asynchronously, as a GPU does, so that code which forgets to wait for a stream reads data that is not there
+// yet.
 //
-// - Copies that Paddle puts on a stream, and collectives, run in the thread of that stream. A copy that is on none
-//   happens at once. Paddle has waited for the stream of its operators then, and for no other.
-// - Most operators have no kernel here. Paddle waits for the stream, copies what they read to the host, and their
-//   results back. Those that write in place have one (operators.h), as results that are copied back are elsewhere.
+// - Copies that Paddle puts on a stream, and collectives, run in the thread of that stream. A copy without a
+//   stream happens at once; Paddle has then waited for the stream of its operators, and for no other.
+// - Most operators have no kernel here. Paddle waits for the stream, copies their inputs to the host, and
+//   their results back. Operators that write in place have a kernel (operators.h), because results that are
+//   copied back get other memory.
 // - New memory holds NaNs.
 //
-// Paddle calls the kind of device a custom one, and loads what it finds in the folder CUSTOM_DEVICE_ROOT.
+// Paddle calls this kind of device a custom one, and loads the libraries in the folder CUSTOM_DEVICE_ROOT.
 #include <paddle/phi/backends/device_ext.h>
 
 #include <cstdlib>
@@ -33,7 +35,7 @@ struct Event {
   MarkPointer mark;  // null: it was never recorded
 };
 
-// All streams there ever were: freeing memory waits for them.
+// All streams that were ever made: freeing memory waits for them.
 class Streams {
  public:
   Queue* make() {
@@ -63,10 +65,10 @@ Streams& streams() {
 
 Event& event_of(C_Event event) { return *reinterpret_cast<Event*>(event); }
 
-// What a task of a stream has thrown is told where somebody waits for a stream.
+// An exception in a task of a stream is reported by the next wait for a stream.
 C_Status drained(Queue& queue) {
   queue.mark()->wait();
-  return told(first_error.take());
+  return status_of(first_error.take());
 }
 
 C_Status allocate(const C_Device, void** memory, std::size_t nbytes) {
@@ -115,7 +117,7 @@ void fill_devices(C_DeviceInterface& device) {
   };
   device.synchronize_device = [](const C_Device) {
     streams().drain();
-    return told(first_error.take());
+    return status_of(first_error.take());
   };
 }
 
@@ -160,7 +162,7 @@ void fill_streams(C_DeviceInterface& device) {
   };
   device.synchronize_event = [](const C_Device, C_Event event) {
     if (const auto mark = event_of(event).mark) mark->wait();
-    return told(first_error.take());
+    return status_of(first_error.take());
   };
   device.stream_wait_event = [](const C_Device, C_Stream stream,
                                 C_Event event) {

@@ -1,6 +1,6 @@
-// Operators that write in place. Where Paddle finds no kernel of the device, it has the CPU's compute on copies, and
-// gives the tensor the memory of the result: a gradient that is a part of a bucket would leave it. So these run the
-// CPU's kernels on the memory of the device, after what the stream was given before.
+// Operators that write in place. If Paddle finds no kernel of the device, it runs the CPU's on copies, and
+// gives the tensor the memory of the result: a gradient that is a slice of a bucket would leave it. So these
+// run the CPU's kernels on the memory of the device, after earlier work on the stream.
 #pragma once
 
 #include <paddle/phi/backends/context_pool.h>
@@ -25,7 +25,7 @@ namespace later {
 
 inline constexpr char kKind[] = "later";
 
-// What a kernel of the CPU takes for its own, and whose memory is the device's.
+// The memory of the device, as a tensor for the CPU's kernels.
 class OnDevice final : public phi::CPUContext {
  public:
   explicit OnDevice(const phi::DeviceContext& device)
@@ -52,7 +52,7 @@ struct Name {
   constexpr Name(const char (&from)[size]) { std::copy_n(from, size, text); }
 };
 
-// Have the device run `run` for an operator, in all dtypes that the CPU has a kernel for.
+// Makes the device run `run` for an operator, in all dtypes that the CPU has a kernel for.
 template <auto run>
 void add_kernel(const char* name) {
   auto& kernels = phi::KernelFactory::Instance().kernels()[name];
@@ -97,7 +97,7 @@ class Operator {
   }
 };
 
-// The CPU's would copy from place to place on a stream, and has none.
+// The CPU's kernel would copy from place to place on a stream, and has none.
 inline void assign(const phi::CustomContext& device,
                    const phi::DenseTensor& from, phi::DenseTensor* to) {
   device.Wait();

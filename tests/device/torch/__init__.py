@@ -1,8 +1,8 @@
-"""A device for tests that PyTorch takes for one: its streams are threads, and run later what they are given.
+"""A stand-in device for PyTorch: its streams are threads, and run their work asynchronously.
 
-Where no GPU is, `make test-device` runs the tests of GPUs on it (`tests.accelerator`). It knows nothing of
-NCCL's kernels, of the speed of a GPU or of CUDA graphs. What it shows is whatever forgets to wait; device.cc
-and its headers say how. `begin()` has to be called in each process before the device is named.
+Without a GPU, `make test-device` runs the tests of GPUs on it (`tests.accelerator`). It does not model NCCL's
+kernels, the speed of a GPU or CUDA graphs. It reveals code that forgets to wait; device.cc and its headers
+explain how. Each process has to call `begin()` before it names the device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NAME = "later"
 NCCL = f"cpu:gloo,{NAME}:{NAME}"
 """As a backend of a process group: collectives for which a stream can wait, as with NCCL."""
 LAUNCH = "later::launch"
-"""What torch's profiler calls a kernel, a copy or a collective that is given to the device."""
+"""The name in torch's profiler of a kernel, a copy or a collective that is given to the device."""
 GLOO = f"cpu:gloo,{NAME}:{NAME}_gloo"
 """Collectives for which the caller has to wait, as with Gloo."""
 
 
 def build() -> Path:
-    """The library, built anew if its sources or torch are other ones."""
+    """The library, built anew if its sources or torch have changed."""
     return library_of("torch", torch.__version__, _flags)
 
 
@@ -58,7 +58,7 @@ def _flags(name: str) -> list[str]:
 
 @functools.cache
 def begin() -> Any:
-    """Make the device known to torch, in this process. Returns the library: `sleep`, `forbid_waiting`, ..."""
+    """Register the device with torch, in this process. Returns the library: `sleep`, `forbid_waiting`, ..."""
     path = build()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -78,7 +78,7 @@ def group(engine: str, store: Any, rank: int, size: int, timeout: timedelta) -> 
 
 
 def _module_of(library: Any) -> ModuleType:
-    """What `torch.cuda` is for a GPU, as far as tests and torch ask for it."""
+    """The counterpart of `torch.cuda`, as far as tests and torch use it."""
 
     class Module(ModuleType):
         device_count = staticmethod(library.device_count)
@@ -122,7 +122,7 @@ def _module_of(library: Any) -> ModuleType:
 
         @staticmethod
         def stream(stream: torch.Stream) -> torch.Stream:
-            return stream  # a context of its own
+            return stream  # returns a context
 
         @staticmethod
         @contextlib.contextmanager

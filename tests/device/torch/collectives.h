@@ -1,5 +1,5 @@
-// A collective runs on a stream of the group's own, in the order of calls, through a group of Gloo. Waiting for
-// it lets the current stream wait, and not the caller: as with NCCL.
+// A collective runs on a stream of the group, in the order of calls, through a group of Gloo. Waiting for it
+// blocks the current stream, and not the caller: as with NCCL.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -60,8 +60,9 @@ class Call final : public c10d::Work {
   bool blocks_;
 };
 
-// Collectives on a stream of their own, by a group of Gloo. Waiting for one blocks the caller if its name is
-// "gloo", as Gloo's own with tensors of a GPU; else the caller's stream, as NCCL's. `abort` ends all of them.
+// Collectives on a separate stream, by a group of Gloo. Waiting for one blocks the caller if its name is
+// "gloo", as Gloo's own with tensors of a GPU; otherwise the caller's stream, as NCCL's. `abort` ends all of
+// them.
 class Group final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -136,7 +137,7 @@ class Group final : public c10d::Backend {
     return found[0];
   }
 
-  // Asked now and then, so that `abort` ends it.
+  // Polled, so that `abort` ends it.
   void finish(const c10::intrusive_ptr<c10d::Work>& work) {
     while (!work->isCompleted()) {
       TORCH_CHECK(!is_aborted_, "the group was aborted");
@@ -145,7 +146,7 @@ class Group final : public c10d::Backend {
     work->wait();
   }
 
-  // Once the caller's stream has come here: `call` makes what the outputs get of copies of the inputs.
+  // After earlier work on the caller's stream: `call` computes the outputs from copies of the inputs.
   c10::intrusive_ptr<c10d::Work> put_off(c10d::OpType kind, Tensors outputs,
                                          Tensors inputs,
                                          std::function<Tensors(Tensors)> call) {
@@ -158,7 +159,7 @@ class Group final : public c10d::Backend {
         c10::ListType::create(c10::TensorType::get()),
         std::vector<c10::Device>{device});
     queue.wait_for(current_queue(device).mark());
-    // The tensors are held until the call is over; it reads what they hold then.
+    // The tensors are held until the call is over; it reads their values at that time.
     launch(queue, [this, work, outputs, inputs, call] {
       try {
         run(outputs, inputs, call);
@@ -168,7 +169,7 @@ class Group final : public c10d::Backend {
       work->end->set();
     });
     queue_of(own).wait_for(work->end);
-    // Whoever waits for the future waits for this stream.
+    // Waiting for the future waits for this stream.
     c10::StreamGuard guard(own);
     work->future->markCompleted(c10::IValue(outputs));
     return work;

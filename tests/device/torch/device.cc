@@ -1,6 +1,6 @@
-// A device for tests: memory of the host, and streams that are threads. It runs what it is given later, as a GPU
-// does, so that whatever forgets to wait for a stream reads what is not there yet. The headers beside this file
-// say how; here PyTorch and Python get to know it.
+// A device for tests: memory of the host, and streams that are threads. It runs work asynchronously, as a GPU
+// does, so that code which forgets to wait for a stream reads data that is not there yet. The headers beside
+// this file explain how; this file registers it with PyTorch and Python.
 
 #include "device.h"
 
@@ -82,8 +82,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
       torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
-// Operators of many tensors are one kernel (or a few), as on a GPU. torch's own for other devices make a call for
-// each tensor.
+// Operators on many tensors are one kernel (or a few), as on a GPU. torch's own for other devices make a call
+// for each tensor.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;

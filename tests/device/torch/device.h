@@ -1,5 +1,5 @@
-// What PyTorch takes for devices: memory of the host, and streams that are threads. Each thread of the host has a
-// current device, and a current stream on each of them. PyTorch calls the kind of device PrivateUse1;
+// The devices that PyTorch sees: memory of the host, and streams that are threads. Each thread of the host
+// has a current device, and a current stream on each of them. PyTorch calls this kind of device PrivateUse1;
 // tests/device/torch/__init__.py gives it a name. The host may wait for a stream, unless a test forbids that.
 #pragma once
 
@@ -20,17 +20,17 @@ namespace later {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 4;
-constexpr int kStreams = 32;  // of a device; then the first come again
+constexpr int kStreams = 32;  // of a device; then they are reused in turn
 
 inline std::atomic<bool> waiting_is_forbidden{false};
 
-// As a GPU tells of an error: in some later call.
+// As with a GPU, a later call reports the error.
 inline void raise_error() {
   const std::string text = first_error.take();
   TORCH_CHECK(text.empty(), "an operator on the test device failed: ", text);
 }
 
-// Without Python's lock: a stream may need it to let go of a tensor.
+// Without Python's lock: a stream may need it to release a tensor.
 inline void wait_on_host(Mark& mark) {
   if (mark.is_set()) return;
   TORCH_CHECK(!waiting_is_forbidden, "the host waits for the test device");
@@ -42,7 +42,7 @@ inline void wait_on_host(Mark& mark) {
   }
 }
 
-// The host waits for all that the stream was given before.
+// The host waits for all earlier work on the stream.
 inline void drain(Queue& queue) { wait_on_host(*queue.mark()); }
 
 inline Queue& queue_of(c10::Stream stream) {
@@ -72,7 +72,7 @@ inline Queue& current_queue(c10::Device device) {
   return queue_of(current_stream(device));
 }
 
-// What a GPU would be given as one kernel or one copy. Profilers of torch see each, by this name.
+// One kernel or one copy of a GPU. Profilers of torch see each, by this name.
 template <class Task>
 void launch(Queue& queue, Task task) {
   RECORD_USER_SCOPE("later::launch");
@@ -83,7 +83,7 @@ struct Event {
   MarkPointer mark;
 };
 
-// How PyTorch asks for all of that.
+// The interface through which PyTorch uses all of that.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -156,12 +156,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     raise_error();
   }
-  // In memory.h, which knows what lies behind the pointer.
+  // In memory.h, which finds the block of the pointer.
   inline void recordDataPtrOnStream(const c10::DataPtr& pointer,
                                     const c10::Stream& stream) const override;
 
  private:
-  // None of an event that was never recorded.
+  // Null for an event that was never recorded.
   static MarkPointer mark_of(void* event) {
     return event ? static_cast<Event*>(event)->mark : nullptr;
   }

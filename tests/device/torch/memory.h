@@ -1,7 +1,7 @@
 // Memory belongs to the stream that was current when it was allocated. It is freed as by the allocator of
 // CUDA: the next allocation on that stream may get it, as soon as the streams that were recorded
-// (`Tensor.record_stream`) have come to where they were when it was freed. Here that allocation has the stream
-// fill it with NaNs, for whoever still reads it. New memory holds NaNs.
+// (`Tensor.record_stream`) have reached their position at the time it was freed. Here that allocation makes
+// the stream fill it with NaNs, so that late readers see them. New memory holds NaNs.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -39,7 +39,8 @@ inline void* new_memory(std::size_t nbytes) {
   return memory;
 }
 
-// Bytes that tensors of all devices hold now, and the most that they have held since the last `forget_most_held`.
+// Bytes that tensors of all devices hold now, and the most that they have held since the last
+// `forget_most_held`.
 inline std::atomic<std::size_t> held_bytes, most_held_bytes;
 
 inline void hold(std::size_t nbytes) {
@@ -60,7 +61,7 @@ struct Block {
   std::set<Queue*> used_on;
 };
 
-// Freed memory stays as it is for a while, so that whoever still reads it finds NaNs.
+// Freed memory is kept for a while, so that late readers find NaNs.
 inline void retire(void* memory, std::size_t nbytes) {
   static std::mutex mutex;
   static auto* kept = new std::deque<std::pair<void*, std::size_t>>;
@@ -78,7 +79,7 @@ inline void retire(void* memory, std::size_t nbytes) {
 struct Freed {
   void* memory;
   std::size_t nbytes;
-  // Other streams come to these before the memory is used again.
+  // Other streams must pass these before the memory is used again.
   std::vector<MarkPointer> uses;
 
   bool is_used() const {
@@ -89,7 +90,7 @@ struct Freed {
 
 inline std::mutex freed_mutex;
 
-// What a stream may get again, while that mutex is held.
+// The blocks that a stream may reuse, guarded by that mutex.
 inline std::vector<Freed>& freed_of(Queue& owner) {
   static auto* all = new std::map<Queue*, std::vector<Freed>>;
   return (*all)[&owner];
@@ -105,7 +106,7 @@ inline void free_block(void* context) {
   delete block;
 }
 
-// The stream allocates again, and gets what was freed before.
+// Allocates from the blocks that were freed on the stream.
 inline void use_again(Queue& owner) {
   std::lock_guard lock(freed_mutex);
   auto& all = freed_of(owner);
@@ -152,7 +153,7 @@ inline void Guard::recordDataPtrOnStream(const c10::DataPtr& pointer,
   if (queue != block->owner) block->used_on.insert(queue);
 }
 
-// What the storage holds goes along, on the stream.
+// The contents of the storage are copied, on the stream.
 inline void resize_storage(const c10::Storage& storage, std::size_t nbytes) {
   auto old = storage.nbytes();
   auto fresh = device_memory.allocate(nbytes);
@@ -165,7 +166,7 @@ inline void resize_storage(const c10::Storage& storage, std::size_t nbytes) {
   storage.set_nbytes(nbytes);
 }
 
-// Memory of the host that streams may copy to and from while the caller goes on.
+// Memory of the host that streams may copy to and from while the caller continues.
 class PinnedMemory final : public c10::Allocator {
  public:
   static PinnedMemory& all() {

@@ -1,7 +1,7 @@
-// An operator is put into the queue of the current stream and runs there on the CPU; the caller goes on at
-// once. What it allocates is known from its meta kernel. Where an operator has none, or returns numbers, the
-// caller waits for the stream. A copy to memory of the host that is not pinned, or without `non_blocking`, makes
-// the caller wait.
+// An operator is put into the queue of the current stream and runs there on the CPU; the caller continues at
+// once. Its meta kernel gives the shapes of its results. If an operator has no meta kernel, or returns
+// numbers, the caller waits for the stream. A copy to memory of the host that is not pinned, or without
+// `non_blocking`, makes the caller wait.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -82,7 +82,7 @@ inline void for_each_tensor(
   });
 }
 
-// For operators that cannot be put off: the caller waits.
+// For operators that cannot run later: the caller waits.
 inline void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                     c10::Device device) {
   RECORD_USER_SCOPE("later::launch");
@@ -95,11 +95,11 @@ inline void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack,
 
 using Values = c10::ArrayRef<c10::IValue>;
 
-// What a call of an operator is given, as far as that says how it can run.
+// The properties of a call's arguments that decide how it can run.
 struct Given {
   c10::Device device;
   bool needs_host = false;  // the operator reads memory of the host
-  bool may_grow = false;    // what is written to may have to be made larger
+  bool may_grow = false;  // an output may have to be enlarged
 };
 
 inline Given look_at(const c10::FunctionSchema& schema, Values arguments) {
@@ -114,14 +114,14 @@ inline Given look_at(const c10::FunctionSchema& schema, Values arguments) {
         if (alias && alias->isWrite() && tensor.numel() == 0)
           found.may_grow = true;
       } else if (tensor.dim() > 0 && tensor.device().is_cpu()) {
-        found.needs_host = true;  // indices, say
+        found.needs_host = true;  // indices, for example
       }
     });
   }
   return found;
 }
 
-// For each value that an operator returns: the argument that it is, or none where it is a new one. Nothing at all
+// For each value that an operator returns: the argument that it aliases, or none if it is new. No list at all
 // if one is a view.
 using Returned = std::vector<std::optional<c10::IValue>>;
 
@@ -146,7 +146,7 @@ inline bool has_new_value(const Returned& returned) {
                      [](const auto& each) { return !each; });
 }
 
-// What an operator would return, without computing it; nothing: it has no meta kernel, or returns numbers.
+// The results of an operator, without computing it; nothing: it has no meta kernel, or returns numbers.
 inline std::optional<torch::jit::Stack> shapes_from_meta_kernel(
     const c10::OperatorHandle& op, Values arguments) {
   torch::jit::Stack stack;
@@ -184,7 +184,7 @@ inline void grow(const Returned& returned, const torch::jit::Stack& shapes) {
 // What the caller gets at once: arguments, and new tensors that the stream fills later.
 struct Results {
   torch::jit::Stack values;
-  // The memory of each value's new tensors; none of an argument, to which the operator writes by itself.
+  // The memory of each value's new tensors; none for an argument, because the operator writes to that itself.
   std::vector<std::vector<Alias>> to_fill;
 };
 
@@ -209,7 +209,7 @@ inline Results allocate_results(const Returned& returned,
   return results;
 }
 
-// Arguments as they are now, without holding the tensors of the device. Those of the host are copied, as the
+// The present arguments, without holding the tensors of the device. Those of the host are copied, as the
 // caller may write to them before the stream reads them.
 class Captured {
  public:
@@ -240,7 +240,7 @@ class Captured {
 
  private:
   torch::jit::Stack values_;
-  // Of each tensor in them, in order; none of those that are not the device's.
+  // All tensors of the device in them, in order.
   std::vector<std::optional<Alias>> aliases_;
 };
 
@@ -277,8 +277,8 @@ inline void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& each : results.values) stack->push_back(std::move(each));
 }
 
-// Operators of many tensors count the writes themselves, as CUDA's kernels do: they return nothing by which torch
-// could.
+// Operators on many tensors count the writes themselves, as CUDA's kernels do: they return no value from
+// which torch could.
 inline void run_many_later(const c10::OperatorHandle& op,
                            torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -294,7 +294,7 @@ inline void run_many_later(const c10::OperatorHandle& op,
   run_later(op, stack);
 }
 
-// A convolution has other names where a device brings its own.
+// A convolution has other names if a device brings its own.
 inline void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
@@ -340,7 +340,8 @@ inline at::Tensor empty_strided(c10::SymIntArrayRef size,
       dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
-// On the stream of the device that is read; that of the other one is met before and after.
+// On the stream of the device that is read; before and after, it synchronises with the stream of the other
+// one.
 inline void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
   auto& reader = current_queue(from.device());
   auto& writer = current_queue(to.device());
@@ -369,7 +370,7 @@ inline void copy_from_host(const at::Tensor& from, const at::Tensor& to,
     });
     return;
   }
-  // From a copy, as what is not pinned goes through memory that is.
+  // From a copy, because pageable memory goes through pinned memory.
   launch(queue, [a = from.clone(), b = Alias(to)] { b.on_host().copy_(a); });
   if (!non_blocking) drain(queue);
 }
