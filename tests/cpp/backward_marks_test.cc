@@ -1,5 +1,5 @@
-// What a rank has marked of a backward: complete buckets, and gradients outside
-// of the gradient buffer that get their means, but for those that share memory.
+// The marks of a rank in a backward: complete buckets, and gradients outside of
+// the gradient buffer that get their means, except those that share memory.
 
 #include "reducer/backward_marks.h"
 
@@ -22,7 +22,7 @@ struct Floats {
   void* data() { return values; }
 };
 
-/// A gradient buffer with places for so many parameters of two floats each.
+/// A gradient buffer with places for `count` parameters of two floats each.
 struct GradientBuffer {
   explicit GradientBuffer(size_t count) : floats(2 * count) {}
   std::byte* data() { return reinterpret_cast<std::byte*>(floats.data()); }
@@ -41,7 +41,7 @@ void hand_over(BackwardMarks& marks, size_t index, void* gradient) {
   marks.mark(index, gradient);
 }
 
-/// What another rank's gradients make of the gradient buffer.
+/// Changes the gradient buffer as an average with other ranks' gradients does.
 void average(GradientBuffer& gradient_buffer) {
   for (float& each : gradient_buffer.floats) each += 10;
 }
@@ -146,10 +146,10 @@ TEST(memory_is_shared_with_other_backwards_of_the_thread_too) {
   hand_over(other, 0, both.data());
   marks.mark_copied(1, copied.data(), kBytes, false);
   CHECK(marks.end_backward(false) == Numbers{0});
-  // Nobody else is in a backward any more.
+  // No other object is in a backward any more.
   CHECK(other.end_backward(false).empty());
 
-  // What both have copied is of a parameter that both hold.
+  // Both have marked a copied gradient whose parameter both hold.
   marks.mark_copied(0, both.data(), kBytes, true);
   other.mark_copied(0, both.data(), kBytes, true);
   CHECK(marks.end_backward(false).empty());
@@ -159,7 +159,7 @@ TEST(memory_is_shared_with_other_backwards_of_the_thread_too) {
   CHECK(marks.end_backward(false) == Numbers{0});
   CHECK(other.end_backward(false).empty());
 
-  // A backward of another thread is none of this one's.
+  // A backward of another thread does not count for this one.
   hand_over(marks, 0, both.data());
   std::thread([&] { hand_over(other, 0, both.data()); }).join();
   CHECK(marks.end_backward(false).empty());

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint64_t kNone = UINT64_MAX;
 
-/// A folder that stands for the root of a machine; gone at the end.
+/// A folder that replaces the root of a machine; removed at the end.
 class Machine {
  public:
   Machine() {
@@ -37,7 +37,7 @@ class Machine {
     write(folder + "/memory.current", used + "\n");
     write(folder + "/cpu.max", cpu + "\n");
   }
-  /// The same in version 1, where the controllers are mounted by themselves.
+  /// The same in version 1, where the controllers are mounted separately.
   void limit_v1(const std::string& group, const std::string& memory,
                 const std::string& used, const std::string& quota) {
     write("/sys/fs/cgroup/memory" + group + "/memory.limit_in_bytes", memory);
@@ -105,7 +105,7 @@ TEST(a_job_on_the_host_has_them_in_its_group_or_above_it) {
   machine.limit("/sys/fs/cgroup/system.slice", "9000", "9500", "300000 100000");
   CHECK_EQ(machine.limits().memory_left, uint64_t{0});
   CHECK_EQ(machine.limits().cores, 3.0);
-  // Another job's group is none of ours.
+  // Another job's group does not count.
   machine.limit(scope + "/job_77", "1", "1", "1 100000");
   CHECK_EQ(machine.limits().cores, 3.0);
 }

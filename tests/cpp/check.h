@@ -1,5 +1,5 @@
 // A test is TEST(name) { ... }; CHECK and CHECK_EQ end the program at the first
-// falsehood, from any thread. Each *_test.cc is one program. main.cc runs its
+// failure, from any thread. Each *_test.cc is one program. main.cc runs its
 // tests in the order of the file.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Collectives between threads: every answer, at sizes around the core's limits,
+// Collectives between threads: every result, at sizes around the core's limits,
 // from arrays in the region and others, in random sequences.
 
 #include <math.h>
@@ -29,7 +29,7 @@ constexpr size_t kCounts[] = {0,      1,          kSmallSum,  kSmallSum + 1,
                               kSmall, kSmall + 1, kPiece + 1, 2 * kPiece + 13};
 constexpr size_t kMost = 2 * kPiece + 16;
 
-/// Where a call's array is.
+/// The location of a call's array.
 enum class Place { kPlain, kRegion, kShifted, kMixed };
 constexpr Place kPlaces[] = {Place::kPlain, Place::kRegion, Place::kShifted,
                              Place::kMixed};
@@ -65,7 +65,7 @@ class Arrays {
   std::vector<int32_t> out_;
 };
 
-/// Makes one collective and checks its answer.
+/// Makes one collective and checks its result.
 class EveryCall {
  public:
   EveryCall(HostGroup& group, Arrays& arrays)
@@ -118,7 +118,7 @@ class EveryCall {
                  value_of(static_cast<int>(r), i, call));
   }
 
-  /// Rank r owns count / (r + 1) elements, in pieces of very different sizes.
+  /// Rank r owns count / (r + 1) elements, in chunks of very different sizes.
   void gather_pieces(size_t count, int call) {
     std::vector<std::vector<std::span<std::byte>>> blocks(ranks());
     int32_t* at = arrays_.out();
@@ -164,7 +164,7 @@ class EveryCall {
     paceline::all_to_all(group_.calls, in, sends, arrays_.out(), expects, -1);
     const int32_t* out = arrays_.out();
     for (size_t s = 0; s < ranks(); ++s) {
-      size_t begin = 0;  // of this rank's part in what rank s sends
+      size_t begin = 0;  // of this rank's chunk in the data that rank s sends
       for (size_t d = 0; d < me; ++d) begin += count + s + d;
       for (size_t i = 0; i < count + s + me; ++i)
         CHECK_EQ(*out++, value_of(static_cast<int>(s), begin + i, call));
@@ -220,7 +220,8 @@ TEST(every_collective_at_every_size_and_place) {
       int call = 0;
       for (const size_t count : kCounts) {
         for (unsigned kind = 0; kind < 9; ++kind) {
-          // The movements take one place per size, the reductions all.
+          // The calls that copy run with one place per size, the reductions
+          // with all.
           for (const Place place : kPlaces) {
             if (kind > 2 && static_cast<size_t>(place) != count % 4) continue;
             make_call(calls, kind, count, place, call % group.world(), call);

@@ -1,6 +1,7 @@
 // The codes of gradients on every instruction set, in buffers of exactly their
-// size. What they hold is compared with an oracle in
-// tests/unit/test_compression.py; here the sanitizers watch how.
+// size. Their values are compared with an oracle in
+// tests/unit/test_compression.py; here the sanitizers check the memory
+// accesses.
 
 #include "compression/compression.h"
 
@@ -79,7 +80,7 @@ TEST(extremes_of_float32_stay_finite) {
   set_isa(best_isa());
 }
 
-/// Codes, error and mean, one behind the other.
+/// Codes, error and mean, one after the other.
 std::vector<float> all_results_of(Encoding encoding,
                                   const std::vector<float>& values) {
   const size_t count = values.size();

@@ -1,4 +1,5 @@
-// Crashes: told to the others before the process is gone, and handed on.
+// Crashes: reported to the others before the process is gone, and passed on to
+// other handlers.
 
 #include "core/crash.h"
 
@@ -32,8 +33,8 @@ void* map(int protection, int flags) {
   return mapped;
 }
 
-/// The words of a group of two, which processes share. Nobody but rank 1 is in
-/// it, so nobody else can have set the abort word.
+/// The words of a group of two, which processes share. Only rank 1 is in it, so
+/// no other rank can have set the abort word.
 struct Shared {
   Header header;
   RankLine lines[2];
@@ -46,7 +47,7 @@ struct Ended {
   std::string errors;  ///< what it wrote to stderr
 };
 
-/// How a forked process ends that is rank 1 while it runs `program`.
+/// How a forked process ends that runs `program` as rank 1.
 Ended run_rank(const std::function<void(Shared&)>& program) {
   static_assert(sizeof(Shared) < kPage);
   auto* shared = new (map(PROT_READ | PROT_WRITE, MAP_SHARED)) Shared{};
@@ -57,7 +58,7 @@ Ended run_rank(const std::function<void(Shared&)>& program) {
     dup2(pipe_ends[1], STDERR_FILENO);
     close(pipe_ends[0]);
     close(pipe_ends[1]);
-    // Sanitizers have handlers of their own.
+    // Sanitizers have their own handlers.
     for (const int each : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT})
       ::signal(each, SIG_DFL);
     program(*shared);
@@ -80,7 +81,8 @@ Ended run_rank(const std::function<void(Shared&)>& program) {
 
 void* no_access = nullptr;
 
-/// Reads where nothing may be read; goes on if a handler has made it readable.
+/// Reads memory that may not be read; continues if a handler has made it
+/// readable.
 void touch_forbidden_memory() {
   no_access = map(PROT_NONE, MAP_PRIVATE);
   [[maybe_unused]] const char byte = *static_cast<volatile char*>(no_access);
@@ -94,7 +96,7 @@ void set_handler(int signal, void (*handler)(int, siginfo_t*, void*),
   sigaction(signal, &action, nullptr);
 }
 
-TEST(a_crash_is_told_before_the_process_is_gone) {
+TEST(a_crash_is_reported_before_the_process_is_gone) {
   const Ended fault = run_rank([](Shared& shared) {
     LivenessThread liveness(shared.header, shared.lines, 1);
     touch_forbidden_memory();
@@ -120,7 +122,7 @@ TEST(a_crash_is_told_before_the_process_is_gone) {
   }
 }
 
-/// As Paddle's, whose report takes more stack than faulthandler allows for.
+/// Like Paddle's, whose report takes more stack than faulthandler allocates.
 __attribute__((no_sanitize_address)) void report(int, siginfo_t*, void*) {
   volatile char text[64 << 10];
   for (size_t i = 0; i < sizeof(text); i += 512) text[i] = 1;
@@ -129,16 +131,16 @@ __attribute__((no_sanitize_address)) void report(int, siginfo_t*, void*) {
 
 TEST(a_handler_that_needs_much_stack_has_it) {
   const Ended ended = run_rank([](Shared& shared) {
-    // As faulthandler's, but with a page below that tells of an overflow.
+    // Like faulthandler's, but with a page below that reveals an overflow.
     constexpr size_t kSmall = 12 << 10;
     char* const below = static_cast<char*>(map(PROT_NONE, MAP_PRIVATE));
     char* const small = below + kPage - (16 << 10);
     CHECK_EQ(mprotect(small, 16 << 10, PROT_READ | PROT_WRITE), 0);
     const stack_t stack = {.ss_sp = small, .ss_flags = 0, .ss_size = kSmall};
     CHECK_EQ(sigaltstack(&stack, nullptr), 0);
-    set_handler(SIGSEGV, report);  // which did not ask for the other stack
+    set_handler(SIGSEGV, report);  // does not ask for the alternate stack
     LivenessThread liveness(shared.header, shared.lines, 1);
-    CHECK_EQ(sigaltstack(&stack, nullptr), 0);  // somebody's, once more
+    CHECK_EQ(sigaltstack(&stack, nullptr), 0);  // as another library
     LivenessThread again(shared.header, shared.lines, 1);
     touch_forbidden_memory();
   });
@@ -153,9 +155,9 @@ __attribute__((no_sanitize_address)) int overflow(int calls,
   return calls == 0 ? 0 : overflow(calls - 1, here) + here[0];
 }
 
-TEST(an_overflow_of_the_first_threads_stack_is_told) {
+TEST(an_overflow_of_the_first_threads_stack_is_reported) {
   const Ended ended = run_rank([](Shared& shared) {
-    // As a program that no sanitizer has given a stack.
+    // As in a program to which no sanitizer has given a stack.
     const stack_t none = {
         .ss_sp = nullptr, .ss_flags = SS_DISABLE, .ss_size = 0};
     sigaltstack(&none, nullptr);
@@ -243,7 +245,8 @@ TEST(a_handler_that_comes_later_restores_ours) {
       LivenessThread liveness(shared.header, shared.lines, 1);
       sigaction(SIGSEGV, nullptr, &below);
       set_handler(SIGSEGV, report_and_restore);
-      // With it ours is on top again, and must not be called for ever.
+      // With the other one, our handler is on top again, and must not be called
+      // forever.
       std::optional<CrashWatch> other;
       if (num_groups == 2) other.emplace(shared.header, shared.lines[1], 1);
       touch_forbidden_memory();
@@ -371,7 +374,7 @@ TEST(they_can_be_done_without) {
   CHECK_EQ(ended.crash, 0u);
 }
 
-TEST(a_crash_that_ends_in_somebody_elses_handler_is_taken_for_a_death) {
+TEST(a_crash_that_ends_in_another_librarys_handler_counts_as_a_death) {
   auto* shared = new (map(PROT_READ | PROT_WRITE, MAP_SHARED)) Shared{};
   {
     LivenessThread liveness(shared->header, shared->lines, 0);

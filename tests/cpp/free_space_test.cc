@@ -1,5 +1,5 @@
-// Free ranges: against a map of single bytes, and how many comparisons they
-// cost.
+// Free ranges: against a map of single bytes, and the number of comparisons
+// that they cost.
 
 #include "collectives/free_space.h"
 
@@ -75,8 +75,9 @@ struct CountingLess {
   }
 };
 
-/// Comparisons of `count` arrays that come, of which every second goes and
-/// comes back in another size, so that nearly as many ranges are free.
+/// Comparisons when `count` arrays are allocated, of which every second is
+/// freed and allocated again in another size, so that nearly as many ranges are
+/// free.
 size_t comparisons_of(size_t count) {
   comparisons = 0;
   FreeSpace<CountingLess> space;

@@ -1,5 +1,5 @@
-// What the survivors learn: of calls that differ, deaths, goodbyes, deadlines
-// and ranks that raise, whatever they are waiting in.
+// The errors that survivors see: of calls that differ, deaths, departures,
+// deadlines and ranks that raise, in every kind of wait.
 
 #include <string.h>
 
@@ -73,7 +73,7 @@ TEST(calls_that_differ_fail_everywhere_and_the_group_stays) {
   });
 }
 
-TEST(sizes_of_all_to_all_that_differ_are_told) {
+TEST(different_sizes_of_all_to_all_are_reported) {
   run_group(3, [](HostGroup& group) {
     std::vector<uint8_t> in(64), out(64);
     std::vector<uint64_t> sends(3, 8), expects(3, 8);
@@ -89,7 +89,7 @@ TEST(sizes_of_all_to_all_that_differ_are_told) {
 }
 
 /// Rank 1 stops at `point` of `call`, as a SIGKILL would stop it; the others
-/// must learn of it in the same call or the next.
+/// must notice in the same call or the next.
 void check_death(Point point, uint32_t nth,
                  const std::function<void(HostGroup&)>& call) {
   run_group(3, [&](HostGroup& group) {
@@ -109,7 +109,7 @@ void check_death(Point point, uint32_t nth,
     CHECK_EQ(failure.reason, Reason::kDied);
     CHECK_EQ(failure.culprit, 1);
     CHECK(is_late(failure, 1));
-    // The group is over, and says so.
+    // The group is over, and reports that.
     CHECK_EQ(failure_of([&] { barrier(group.calls, -1); }).reason,
              Reason::kDied);
   });
@@ -194,8 +194,7 @@ TEST(a_rank_that_leaves_while_others_wait_for_it) {
 TEST(a_rank_that_is_late_is_named_everywhere) {
   run_group(4,
             [](HostGroup& group) {
-              // The latch is outside of the group: rank 2 is alive and does
-              // nothing.
+              // The latch is outside of the group: rank 2 is alive and idle.
               static std::atomic<int> raised{0};
               if (group.rank() == 2) {
                 while (raised.load() < 3) sched_yield();
@@ -245,7 +244,7 @@ TEST(who_waits_for_a_late_rank_is_not_late_itself) {
             {.timeout_s = 60});
 }
 
-TEST(at_a_deadline_nobody_is_blamed_who_does_not_look_late) {
+TEST(at_a_deadline_no_rank_is_blamed_that_does_not_look_late) {
   run_group(2, [](HostGroup& group) {
     if (group.rank() == 1) {
       while (!group.session.is_over()) sched_yield();
@@ -275,7 +274,8 @@ TEST(ranks_that_wait_for_each_other_see_where) {
               CHECK_EQ(failure.reason, Reason::kDeadline);
               for (int r = 0; r < 2; ++r) {
                 CHECK(is_waiting(failure, r));
-                // It stays when the wait is over: others have yet to read it.
+                // It stays when the wait is over, because others have yet to
+                // read it.
                 const RankLine& line = group.session.line(r);
                 CHECK(kind_of(line.waits_at.load()) ==
                       (r == 0 ? WaitKind::kCall : WaitKind::kMessage));
@@ -284,9 +284,9 @@ TEST(ranks_that_wait_for_each_other_see_where) {
             {.timeout_s = 60});
 }
 
-// A rank that is stopped in a wait still says that it waits, when the wait is
-// long over.
-TEST(who_is_stopped_in_a_wait_is_late) {
+// A rank that is stopped in a wait still shows that it waits, long after the
+// wait is over.
+TEST(a_rank_that_is_stopped_in_a_wait_is_late) {
   for (const bool is_of_a_call : {false, true}) {
     run_group(2,
               [&](HostGroup& group) {
@@ -333,9 +333,9 @@ TEST(a_wait_is_reported_once_after_the_warning_time) {
   };
   run_group(2,
             [](HostGroup& group) {
-              static std::atomic<bool> was_told{false};
+              static std::atomic<bool> was_warned{false};
               if (group.rank() == 1) {
-                while (!was_told.load()) sched_yield();
+                while (!was_warned.load()) sched_yield();
                 barrier(group.calls, -1);
                 return;
               }
@@ -344,7 +344,7 @@ TEST(a_wait_is_reported_once_after_the_warning_time) {
                 explicit Watching(Counting& c) : counting(c) {}
                 void slow(const Failure& so_far) override {
                   counting.slow(so_far);
-                  was_told = true;
+                  was_warned = true;
                 }
                 Counting& counting;
               } watching(hooks);

@@ -16,7 +16,7 @@
 
 namespace paceline::testing {
 
-/// A region for `size` ranks; each program runs in a group of its own on it.
+/// A region for `size` ranks; each program runs in a separate group on it.
 class World {
  public:
   explicit World(int size, GroupOptions options = {.timeout_s = 60})
@@ -60,7 +60,7 @@ inline void run_group(int size, const std::function<void(HostGroup&)>& program,
   World(size, options).run(program);
 }
 
-/// What `call` throws; ends the test if it returns.
+/// The failure that `call` throws; ends the test if it returns.
 inline Failure failure_of(const std::function<void()>& call) {
   try {
     call();

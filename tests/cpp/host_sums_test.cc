@@ -1,6 +1,6 @@
 // Two hosts of two ranks between threads: each host's ranks share a group, and
-// what the hosts exchange goes from thread to thread. The means must have the
-// bits of reduce() over all four.
+// the threads exchange the hosts' data directly. The means must have the bits
+// of reduce() over all four.
 
 #include "reducer/host_sums.h"
 
@@ -27,7 +27,7 @@ constexpr int kRanks = kHosts * kLocal;
 constexpr size_t kCount = 1000;
 constexpr size_t kFirstShare = 512;
 
-/// What rank `rank` of all has in backward `backward`.
+/// The gradient of rank `rank` of all in backward `backward`.
 std::vector<float> values(int rank, int backward) {
   std::mt19937 random(static_cast<unsigned>(100 * backward + rank));
   std::normal_distribution<float> normal;
@@ -64,7 +64,7 @@ TEST(two_hosts_have_the_bits_of_one) {
   // By host and place; written before the barrier, read after it.
   std::vector<float> sums[kHosts][kLocal];
   double totals[kHosts][kLocal];
-  std::barrier met(kRanks);
+  std::barrier barrier(kRanks);
   std::vector<std::thread> hosts;
   for (int host = 0; host < kHosts; ++host) {
     hosts.emplace_back([&, host] {
@@ -89,7 +89,7 @@ TEST(two_hosts_have_the_bits_of_one) {
           totals[host][local] = core.total_weight(core.everybody());
           *reinterpret_cast<int*>(core.slot(static_cast<size_t>(rank))) =
               100 * backward + rank;
-          met.arrive_and_wait();
+          barrier.arrive_and_wait();
           // Another thread of the rank publishes, as in Python.
           std::thread([&] {
             const int peer = (1 - host) * kLocal + local;
@@ -111,7 +111,7 @@ TEST(two_hosts_have_the_bits_of_one) {
                      100 * backward + r);
           }
           CHECK(!core.has_overflow());
-          met.arrive_and_wait();  // before the sums are written anew
+          barrier.arrive_and_wait();  // before the sums are written anew
         }
       });
     });
@@ -155,7 +155,7 @@ TEST(what_is_not_finite_is_found) {
     core.begin_backward(1);
     core.post(0);
     core.wait_complete(0);
-    // Each in its own share: the other rank may write means to its own already.
+    // Each in its own shard: the other rank may already write means to its own.
     const size_t first = group.rank() == 0 ? 0 : 500;
     uint64_t ranks[2];
     core.find_nonfinite(0, first, 200, ranks);
@@ -183,7 +183,7 @@ TEST(a_rank_that_does_not_post_is_named) {
       [](HostGroup& group) {
         HostSums core(group.heap, 4096, {{0, 4096, DType::kFloat64}}, 2, 8);
         if (group.rank() == 1) {
-          // Comes when the other has given up.
+          // Comes after the other has given up.
           while (!group.session.is_over()) cpu_relax();
           return;
         }
@@ -198,7 +198,7 @@ TEST(a_rank_that_does_not_post_is_named) {
 }
 
 TEST(a_backward_whose_shares_are_all_there_is_good_after_the_end_too) {
-  std::barrier met(2);
+  std::barrier barrier(2);
   run_group(2, [&](HostGroup& group) {
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
     core.begin_backward(1);
@@ -209,17 +209,17 @@ TEST(a_backward_whose_shares_are_all_there_is_good_after_the_end_too) {
     core.sum(0, first, 500, core.everybody(), sum.data(), nullptr);
     core.publish(0, first, 500, {sum.data()}, 2);
     core.count_share();
-    met.arrive_and_wait();
+    barrier.arrive_and_wait();
     if (group.rank() == 1) group.session.abort("too late for this backward");
-    met.arrive_and_wait();
+    barrier.arrive_and_wait();
     core.wait_published(-1);
     CHECK_EQ(failure_of([&] { core.begin_backward(1); }).reason,
              Reason::kRaised);
   });
 }
 
-TEST(a_backward_that_somebody_gave_up_is_good_for_nobody) {
-  std::barrier met(2);
+TEST(a_backward_that_one_rank_gave_up_is_good_for_no_rank) {
+  std::barrier barrier(2);
   run_group(2, [&](HostGroup& group) {
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
     core.begin_backward(1);
@@ -231,7 +231,7 @@ TEST(a_backward_that_somebody_gave_up_is_good_for_nobody) {
       CHECK_EQ(gave_up.reason, Reason::kDeadline);
       CHECK(testing::is_late(gave_up, 1));
     }
-    met.arrive_and_wait();
+    barrier.arrive_and_wait();
     if (group.rank() == 1) {
       CHECK_EQ(failure_of([&] { core.count_share(); }).reason,
                Reason::kDeadline);

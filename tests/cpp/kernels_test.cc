@@ -1,6 +1,6 @@
 // The kernels in place, on every instruction set, by several threads at once.
-// What they compute is compared with an oracle in tests/unit/test_kernels.py;
-// here the sanitizers watch how.
+// Their results are compared with an oracle in tests/unit/test_kernels.py; here
+// the sanitizers check the memory accesses.
 
 #include "kernels/kernels.h"
 
@@ -19,7 +19,7 @@ namespace paceline {
 namespace {
 
 constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
-// Odd lengths leave a tail behind every vector width.
+// Odd lengths leave a tail after every vector width.
 constexpr size_t kCounts[] = {0, 1, 15, 64, 1003};
 
 /// Element i of rank r is r + i % 7; the sum over `world_size` ranks is small
@@ -54,7 +54,7 @@ TEST(sums_in_place_on_every_instruction_set) {
   set_isa(best_isa());
 }
 
-TEST(each_rank_reduces_its_chunk_of_everybodys_array) {
+TEST(each_rank_reduces_its_chunk_of_all_arrays) {
   constexpr int kRanks = 4;
   constexpr size_t kChunk = 1003;
   std::vector<std::vector<float>> arrays;
@@ -196,8 +196,8 @@ TEST(a_weighted_mean_in_place_stops_before_the_block_that_is_not_finite) {
 }
 
 /// A hash of all results of one type: every op, over 1 to 9 ranks, weighted and
-/// not, with what the reductions saw. The inputs are random bits, so that there
-/// are infinities, NaNs and subnormals among them.
+/// not, with the statistics of the reductions. The inputs are random bits, so
+/// that there are infinities, NaNs and subnormals among them.
 uint64_t hash_of_results(DType dtype) {
   constexpr size_t kCount = 1003;
   constexpr int kRanks = 9;
@@ -241,8 +241,8 @@ uint64_t hash_of_results(DType dtype) {
   return xxh64(results.data(), results.size());
 }
 
-// Of an x86-64 processor with AVX2: each architecture must give these, or jobs
-// on both of them would train other models.
+// From an x86-64 processor with AVX2: each architecture must give these, or
+// jobs on both of them would train different models.
 constexpr std::pair<DType, uint64_t> kHashes[] = {
     {DType::kFloat32, 0xf8dc0ed2e1977f65},
     {DType::kFloat64, 0xda2cc322de6b00fe},

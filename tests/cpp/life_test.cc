@@ -1,4 +1,4 @@
-// Sleeping on words, and learning of deaths.
+// Sleeping on words, and noticing deaths.
 
 #include "core/life.h"
 
@@ -46,7 +46,7 @@ TEST(a_sleep_ends_at_its_deadline) {
 TEST(any_of_the_words_ends_a_sleep) {
   std::vector<std::atomic<uint32_t>> words(kMaxFutexWaits);
   for (const int woken : {0, 1, kMaxFutexWaits - 1}) {
-    // The fallback sleeps on the first word alone and looks again by itself.
+    // The fallback sleeps on the first word alone and polls the others.
     for (const bool disabled : {false, true}) {
       disable_futex_waitv(disabled);
       for (auto& word : words) word = 0;
@@ -125,7 +125,8 @@ TEST(the_kernel_marks_what_a_dead_thread_held) {
   disable_robust_list(false);
 }
 
-/// The line of /proc/self/maps with this address: empty, nothing is there.
+/// The line of /proc/self/maps with this address; empty: nothing is mapped
+/// there.
 std::string mapping_at(const void* address) {
   FILE* maps = fopen("/proc/self/maps", "re");
   CHECK(maps != nullptr);
@@ -143,8 +144,8 @@ std::string mapping_at(const void* address) {
 }
 
 // The out-of-memory killer takes away the private memory of a dying process
-// before its threads end. Shared memory stays, and the kernel still finds what
-// is to be marked.
+// before its threads end. Shared memory stays, and the kernel still finds the
+// words that it must mark.
 TEST(what_the_kernel_reads_at_a_death_lies_in_shared_memory) {
   testing::run_group(2, [](HostGroup& group) {
     const Session& session = group.session;
@@ -196,7 +197,7 @@ TEST(a_death_is_seen_where_the_kernel_does_not_mark_it) {
   CHECK_EQ(words.abort_word(), pack_abort(Reason::kDied, 0, 1));
 }
 
-TEST(without_any_check_a_death_is_not_seen_and_nobody_is_accused) {
+TEST(without_any_check_a_death_is_not_seen_and_no_rank_is_blamed) {
   disable_robust_list(true);
   Words words(2);
   LivenessThread first(*words.header, words.span(), 0);

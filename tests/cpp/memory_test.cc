@@ -34,7 +34,7 @@ TEST(blocks_are_alike_on_all_ranks_and_freed_in_any_order) {
         memset(memory, 1 + group.rank(), bytes);
         blocks.emplace_back(offset, bytes);
       } else {
-        // Ranks agree on which three go, not on their order.
+        // Ranks agree on the three arrays that they free, not on their order.
         std::vector<size_t> victims(blocks.size());
         for (size_t i = 0; i < victims.size(); ++i) victims[i] = i;
         std::shuffle(victims.begin(), victims.end(), shared);

@@ -1,5 +1,5 @@
-// The one copy of a model's values: two mappings, writes that count for all or
-// for none, and writes that nobody has announced.
+// The one copy of a model's values: two mappings, writes that take effect
+// entirely or not at all, and writes that were not announced.
 
 #include "core/model_memory.h"
 
@@ -112,17 +112,17 @@ int exit_status_of(int (*program)()) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-volatile int told = 0;  // set by a signal handler
+volatile int num_strays = 0;  // set by a signal handler
 
 TEST(stray_write_goes_on_alone_and_is_undone) {
   CHECK_EQ(exit_status_of([] {
              const Pair pair(2 * page_bytes());
-             set_stray_write_listener([] { told = told + 1; });
+             set_stray_write_listener([] { num_strays = num_strays + 1; });
              auto* values =
                  const_cast<volatile std::byte*>(pair.first->values());
              values[page_bytes() + 9] = std::byte{4};
              values[3] = std::byte{4};
-             if (told != 1 || values[page_bytes() + 9] != std::byte{4})
+             if (num_strays != 1 || values[page_bytes() + 9] != std::byte{4})
                return 1;
              if (pair.second->values()[page_bytes() + 9] != std::byte{0})
                return 2;
@@ -156,7 +156,7 @@ TEST(forked_child_reads_the_values) {
   delete pair;
 }
 
-TEST(too_little_memory_is_told_before_any_is_taken) {
+TEST(too_little_memory_is_reported_before_any_is_taken) {
   bool has_thrown = false;
   try {
     ModelMemory::create(size_t{1} << 50);

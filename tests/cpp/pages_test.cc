@@ -1,6 +1,6 @@
-// A machine whose pages are larger than most: 64 KiB, as on some Arm and POWER
-// machines. This program says so in the place of the C library; whatever the
-// core lays out in pages must follow.
+// A machine whose pages are larger than usual: 64 KiB, as on some Arm and POWER
+// machines. This program reports that size in place of the C library; the core
+// must lay out everything in such pages.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -19,8 +19,8 @@
 namespace {
 
 constexpr long kPage = 64 * 1024;
-/// As many as would fill more than all slabs together: so each is as large as
-/// the number of ranks allows.
+/// More than fill all slabs together: so each is as large as the number of
+/// ranks allows.
 constexpr long kPagesOfMachine = (long{16} << 40) / kPage;
 
 struct Range {
@@ -38,7 +38,7 @@ extern "C" long __sysconf(int name);
 
 extern "C" {
 
-/// In front of the C library's.
+/// Replaces the C library's.
 #if defined(__SANITIZE_THREAD__)
 __attribute__((no_sanitize_thread))
 #endif
@@ -48,7 +48,7 @@ long sysconf(int name) noexcept {
   return __sysconf(name);
 }
 
-/// The same; notes what is given back.
+/// The same; notes the ranges that are given back.
 int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   if ((mode & FALLOC_FL_PUNCH_HOLE) != 0) {
     const std::lock_guard lock(given_back_mutex);
@@ -93,7 +93,7 @@ TEST(arrays_share_no_page_and_go_back_in_whole_pages) {
       offsets.push_back(offset);
     }
     for (const size_t each : offsets) group.heap.free(each);
-    // Now rank 0 gives back what all have freed.
+    // Now rank 0 gives back all that was freed.
     barrier(group.calls, -1);
     group.heap.free(group.heap.allocate(1, -1));
   });
@@ -119,7 +119,7 @@ TEST(what_a_rank_keeps_to_itself_is_whole_pages) {
   // Begins within a page.
   one.keep_to_itself(kPageBytes + 4096, 100);
   CHECK(is_shared(kPageBytes + 4096));
-  // The rest of the last page goes along.
+  // The rest of the last page is given back, too.
   one.keep_to_itself(2 * kPageBytes, kPageBytes + 1);
   CHECK(is_shared(2 * kPageBytes - 1));
   CHECK(!is_shared(2 * kPageBytes));

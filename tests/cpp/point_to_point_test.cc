@@ -1,5 +1,5 @@
-// Messages between threads: sizes, order, both directions, what does not fit,
-// what crosses collectives, and transfers that nobody waits for.
+// Messages between threads: sizes, order, both directions, messages that do not
+// fit or cross collectives, and transfers that are never waited for.
 
 #include <random>
 #include <vector>
@@ -123,7 +123,7 @@ TEST(messages_go_on_in_collectives_of_another_thread) {
   });
 }
 
-TEST(a_transfer_nobody_waits_for_can_be_let_go) {
+TEST(a_transfer_without_a_wait_can_be_forgotten) {
   run_group(2, [](HostGroup& group) {
     const int other = 1 - group.rank();
     constexpr size_t kBytes = 2 * kOutboxBytes;
@@ -144,7 +144,7 @@ TEST(a_transfer_nobody_waits_for_can_be_let_go) {
     CHECK(!group.messages.forget(never));
     barrier(group.calls, -1);
     group.session.close();
-    CHECK(group.messages.forget(never));  // from here on `in` may go
+    CHECK(group.messages.forget(never));  // from here on `in` may be freed
   });
 }
 

@@ -1,5 +1,5 @@
-// Ranks as threads: ThreadSanitizer sees what threads do to each other, and
-// nothing between processes.
+// Ranks as threads: ThreadSanitizer sees races between threads, but not between
+// processes.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@
 namespace paceline::testing {
 
 /// Runs `program(rank)` on `world_size` threads. Ends the test if a rank
-/// throws, or is not back in time.
+/// throws, or does not return in time.
 inline void run_ranks(
     int world_size, const std::function<void(int)>& program,
     std::chrono::seconds deadline = std::chrono::seconds(120)) {

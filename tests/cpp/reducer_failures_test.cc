@@ -1,5 +1,5 @@
-// Backward passes that a rank does not survive: deaths at every step, and what
-// the others make of it.
+// Backwards that a rank does not survive: deaths at every step, and the errors
+// of the others.
 
 #include <math.h>
 #include <sched.h>
@@ -27,7 +27,7 @@ TEST(a_death_at_every_step_of_a_backward) {
                                Point::kChunkReduced, Point::kBeforeEnd,
                                Point::kAfterEnd};
   for (const Point point : kPoints) {
-    // The kernel tells of the death, which ThreadSanitizer does not see:
+    // The kernel announces the death, which ThreadSanitizer does not see:
     // without this the victim's last chunk and the survivor's next backward
     // look like a race.
     std::atomic<bool> is_dying{false};
@@ -40,8 +40,8 @@ TEST(a_death_at_every_step_of_a_backward) {
       backward(0);
       if (group.rank() == 1) {
         arm_fault(point, FaultAction::kRaise, 1);
-        // Which rank gets a chunk depends on time: this one gets its first when
-        // the other has run out of others.
+        // Timing decides which rank gets a chunk: this one gets its first when
+        // the other has no others left.
         const Failure injected = failure_of([&] {
           for (int step = 1;; ++step) backward(step);
         });
@@ -62,7 +62,7 @@ TEST(a_death_at_every_step_of_a_backward) {
 }
 
 // The last chunk and the end of the group come at any distance from each other:
-// whoever raises, all raise, and whoever finds the backward good, all do.
+// if one rank raises, all raise, and if one finds the backward good, all do.
 TEST(survivors_agree_on_the_last_good_backward) {
   constexpr int kRanks = 3;
   for (unsigned round = 0; round < 60; ++round) {
@@ -81,7 +81,7 @@ TEST(survivors_agree_on_the_last_good_backward) {
                   ++good[group.rank()];
                 };
                 // Rank 2 ends the group at some moment of the others'
-                // backward passes.
+                // backwards.
                 if (group.rank() == 2) {
                   for (int step = 0; step < 3; ++step) backward(step);
                   constexpr Point kPoints[] = {
@@ -110,9 +110,9 @@ struct AlwaysInterrupted : Hooks {
   bool interrupted(bool /*by_signal*/) override { return true; }
 };
 
-// Nothing is missing any more when the other comes, and no abort word says that
-// anything was: the count alone.
-TEST(a_backward_that_one_rank_gave_up_is_good_for_nobody) {
+// Nothing is missing any more when the other rank comes, and no abort word
+// shows that anything was: only the count does.
+TEST(a_backward_that_one_rank_gave_up_is_good_for_no_rank) {
   std::atomic<bool> has_given_up{false};
   run_group(2,
             [&](HostGroup& group) {
@@ -156,7 +156,7 @@ TEST(a_rank_that_keeps_its_chunk_is_named_at_the_deadline) {
                 disarm_fault();
                 CHECK_EQ(injected.reason, Reason::kInjected);
                 while (!is_over.load())
-                  sched_yield();  // alive, but does not go on
+                  sched_yield();  // alive, but does not continue
                 return;
               }
               const Failure failure = failure_of([&] {

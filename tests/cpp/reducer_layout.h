@@ -1,4 +1,4 @@
-// Where a test's parameters lie in a reducer's gradient buffer.
+// The places of a test's parameters in a reducer's gradient buffer.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// A reducer for a few parameters, and the means that it must find.
+// A reducer for a few parameters, and the expected means.
 #pragma once
 
 #include <math.h>

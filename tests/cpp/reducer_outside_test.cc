@@ -1,5 +1,5 @@
-// Gradients that lie outside of the gradient buffer: read and replaced where
-// they are.
+// Gradients that lie outside of the gradient buffer: read and replaced in
+// place.
 
 #include <algorithm>
 #include <memory>
@@ -42,7 +42,7 @@ TEST(gradients_elsewhere_get_the_mean_back) {
   });
 }
 
-// Autograd may still have to read what lies there; both ways of sharing chunks.
+// Autograd may still have to read that memory; both ways of assigning chunks.
 TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
   for (const bool assigns_chunks : {false, true}) {
     run_group(2, [&](HostGroup& group) {
@@ -74,7 +74,7 @@ TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
   }
 }
 
-// Whoever caught the exception may have cleared them since, in place.
+// A rank that caught the exception may have cleared them since, in place.
 TEST(
     gradients_elsewhere_stay_as_they_are_after_a_backward_that_was_broken_off) {
   for (const bool assigns_chunks : {false, true}) {
@@ -124,8 +124,8 @@ TEST(gradients_that_overlap_are_moved_into_the_buffer) {
       const auto one = make();
       const auto two = make();
       std::vector<float> memory(6 * kCount);
-      // Where the gradients begin: half of the first is that of the second, and
-      // the third is another reducer's first.
+      // The starts of the gradients: half of the first is that of the second,
+      // and the third is another reducer's first.
       const size_t shared[] = {0,          kCount / 2, 2 * kCount,
                                2 * kCount, 3 * kCount, 4 * kCount};
       const size_t apart[] = {0,          kCount,     2 * kCount,
@@ -145,7 +145,7 @@ TEST(gradients_that_overlap_are_moved_into_the_buffer) {
         std::sort(moved.begin(), moved.end());
         CHECK(moved == (group.rank() == 0 ? std::vector<size_t>{0, 1, 2}
                                           : std::vector<size_t>{}));
-        CHECK(two->result().overlapping.empty());  // the other one has let go
+        CHECK(two->result().overlapping.empty());  // the other has finished
         for (size_t p = 0; p < 6; ++p) {
           const bool is_moved = group.rank() == 0 && p < 3;
           const std::byte* gradient_buffer =
@@ -164,7 +164,7 @@ TEST(gradients_that_overlap_are_moved_into_the_buffer) {
         }
         if (group.rank() == 0) {
           for (size_t i = 0; i < 2 * kCount; ++i)
-            CHECK_EQ(memory[i], before[i]);  // nobody has written there
+            CHECK_EQ(memory[i], before[i]);  // no rank has written there
         }
       }
     });

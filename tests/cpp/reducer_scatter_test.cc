@@ -1,4 +1,4 @@
-// Backward passes that scatter: each mean comes to the ranks that own it.
+// Backwards that scatter: each rank receives the means that it owns.
 
 #include <math.h>
 
@@ -60,7 +60,7 @@ class Scattering {
       std::copy(gradient.begin(), gradient.end(), layout_.view(reducer_, p));
     reducer_.mark_ready(p, in_buffer ? nullptr : gradient.data());
   }
-  /// This rank's part is the mean, and no gradient was written to.
+  /// This rank's shard is the mean, and no gradient was written to.
   void check(int step) {
     for (const OwnedBytes& range : owned_) {
       if (range.rank != rank_) continue;

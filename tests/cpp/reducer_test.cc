@@ -1,4 +1,4 @@
-// Backward passes between threads: random order of readiness, every verdict,
+// Backwards between threads: random order of readiness, every verdict,
 // statistics, several reducers.
 
 #include "reducer/reducer.h"
@@ -37,8 +37,8 @@ void run_backwards(int ranks, size_t cap_bytes, int num_backwards,
         std::mt19937 own(17 + static_cast<unsigned>(group.rank()));
         std::mt19937 shared(3);
         for (int step = 0; step < num_backwards; ++step) {
-          // 0: unused, 1: a skipped backward, 2: a longer episode, 3: an output
-          // that one rank does not use
+          // 0: unused, 1: a skipped backward, 2: one backward of two forwards,
+          // 3: an output that one rank does not use
           const unsigned kind = shared() % 6;
           const bool is_odd = group.rank() == step % group.world();
           std::vector<size_t> order = random_order(own);
@@ -101,7 +101,7 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
   });
 }
 
-// Rank 0 has used a parameter, of which the others have something left.
+// Rank 0 has used a parameter for which the others have an older gradient.
 TEST(what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused) {
   for (const size_t cap_bytes : {size_t{1}, size_t{50'000}, size_t{1} << 30}) {
     run_group(3, [&](HostGroup& group) {
@@ -130,8 +130,7 @@ TEST(what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused) {
   }
 }
 
-// Void backward passes, good ones, and those in which a rank without data marks
-// all.
+// Void backwards, good ones, and those in which a rank without data marks all.
 void run_with_globally_unused(int ranks, size_t cap_bytes) {
   run_group(ranks, [&](HostGroup& group) {
     Model model(group, cap_bytes);
@@ -174,7 +173,7 @@ void run_with_globally_unused(int ranks, size_t cap_bytes) {
   });
 }
 
-TEST(a_parameter_that_nobody_uses_is_let_be) {
+TEST(globally_unused_parameters_are_reported) {
   run_with_globally_unused(1, 100'000);
   run_with_globally_unused(2, 50'000);
   run_with_globally_unused(3, 1);
@@ -196,7 +195,7 @@ TEST(reducers_come_and_go) {
   });
 }
 
-TEST(a_sum_of_finite_gradients_that_overflows_is_told) {
+TEST(an_overflowing_sum_of_finite_gradients_is_reported) {
   run_group(2, [](HostGroup& group) {
     constexpr size_t kCount = 20'000;
     constexpr size_t kBytes = kCount * sizeof(double);

@@ -1,4 +1,4 @@
-// The region by itself: sealed, sparse, reserved and given back, not inherited.
+// The region alone: sealed, sparse, reserved and given back, not inherited.
 
 #include "core/region.h"
 
@@ -23,15 +23,15 @@
 
 namespace {
 
-/// The next so many calls of posix_fallocate end as when a signal comes.
+/// The next calls of posix_fallocate, this many, end as when a signal comes.
 int interruptions = 0;
 size_t largest_piece = 0;
 size_t smallest_piece = SIZE_MAX;
 
 }  // namespace
 
-/// In front of the C library's: older kernels end it at any signal, newer ones
-/// do not, so the test asks for it.
+/// Replaces the C library's: older kernels end it at any signal, newer ones do
+/// not, so the test simulates it.
 extern "C" int posix_fallocate(int fd, off_t offset, off_t bytes) {
   if (interruptions > 0) {
     --interruptions;
@@ -93,7 +93,7 @@ TEST(a_signal_is_no_lack_of_memory) {
   CHECK_EQ(largest_piece, kBytes);  // a large array, in many system calls
   region.release(0, 4 * kBytes);
   smallest_piece = SIZE_MAX;
-  // Where signals come again and again, smaller pieces fit between them.
+  // If signals come repeatedly, smaller chunks fit between them.
   for (const int count : {1, 3, 40}) {
     interruptions = count;
     largest_piece = 0;
@@ -159,7 +159,7 @@ size_t num_descriptors() {
 int in_child(const std::function<int()>& program) {
   const pid_t child = fork();
   if (child == 0) {
-    // Sanitizers have a handler of their own.
+    // Sanitizers have their own handler.
     signal(SIGSEGV, SIG_DFL);
     _exit(program());
   }
@@ -182,13 +182,13 @@ TEST(a_forked_child_keeps_nothing_of_a_region) {
     CHECK(lies_in_region_of_parent(data) &&
           lies_in_region_of_parent(data + kBytes - 1));
     CHECK(!lies_in_region_of_parent(data + kBytes));
-    // Nothing else comes to lie there, and nothing of it can be read.
+    // No other mapping gets this address, and nothing of it can be read.
     CHECK(mmap(data, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) !=
           data);
     unsigned char in_core;
     CHECK_EQ(in_child([&] { return static_cast<int>(data[5]); }), -SIGSEGV);
     CHECK(mincore(data, 1, &in_core) == 0);
-    // Its own regions are its own, and the parent's objects do no harm.
+    // The child's own regions work, and the parent's objects do no harm.
     const int own_fd = Region::create(kBytes);
     Region own(own_fd);
     lock.reset();
@@ -226,7 +226,7 @@ TEST(a_lock_is_held_until_it_is_let_go) {
     CHECK(RegionLock::take(region, 0) == nullptr);
     CHECK(RegionLock::take(region, 1) != nullptr);
     CHECK(!RegionLock::is_held(region, 1));
-    // A forked child does not go on holding it.
+    // A forked child does not keep holding it.
     int to_parent[2];
     int to_child[2];
     CHECK_EQ(pipe(to_parent) + pipe(to_child), 0);
@@ -234,8 +234,8 @@ TEST(a_lock_is_held_until_it_is_let_go) {
     char byte = 0;
     if (child == 0) {
       close(to_child[1]);
-      const ssize_t told = write(to_parent[1], &byte, 1);
-      _exit(told == 1 && read(to_child[0], &byte, 1) == 0 ? 0 : 1);
+      const ssize_t written = write(to_parent[1], &byte, 1);
+      _exit(written == 1 && read(to_child[0], &byte, 1) == 0 ? 0 : 1);
     }
     CHECK_EQ(read(to_parent[0], &byte, 1), ssize_t{1});
     lifeline = to_child[1];

@@ -11,7 +11,7 @@
 
 namespace paceline::testing {
 
-/// Of the calling thread, and different from what a process starts with.
+/// Of the calling thread, and different from the one of a new process.
 struct StrangeFloats {
   std::string name;
   int rounding = FE_TONEAREST;
@@ -57,8 +57,8 @@ inline unsigned float_flags() {
 #endif
 }
 
-/// Runs `body` in that environment, and puts back the one that was there.
-/// Returns whether `body` left it as it was.
+/// Runs `body` in that environment, and restores the previous one. Returns
+/// whether `body` left it unchanged.
 template <class Body>
 bool with_floats(const StrangeFloats& floats, Body body) {
   std::fenv_t before;

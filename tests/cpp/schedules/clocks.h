@@ -1,10 +1,10 @@
-// What happens before what, by vector clocks: finds plain memory that two ranks
-// touch without an acquire that pairs with a release between them.
+// Happens-before by vector clocks: finds plain memory that two ranks touch
+// without an acquire that pairs with a release between them.
 //
 // A schedule runs its operations one after the other, so a word that was
-// published too weakly still has its value here; the clocks know that it need
-// not on a machine. Watched is what goes through memcpy, memset and the
-// reduction kernels, in the shared region.
+// published too weakly still has its value here; the clocks know that it may
+// lack it on a real machine. The clocks watch the memcpy, memset and reduction
+// kernels in the shared region.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +52,8 @@ class Clocks {
     join(published, own);
     ++own[fiber];
   }
-  /// All that `before` did happens before what `after` does next: a thread that
-  /// is started or has ended.
+  /// All that `before` did happens before the next operation of `after`: a
+  /// thread that is started or has ended.
   void order(int before, int after) {
     join(of_fiber_[after], of_fiber_[before]);
     ++of_fiber_[before][before];

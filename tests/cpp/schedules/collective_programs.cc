@@ -31,7 +31,7 @@ void fill(std::span<float> array, int rank, int call) {
   for (size_t i = 0; i < array.size(); ++i) array[i] = value(rank, i, call);
 }
 
-/// One rank's calls; the same on every rank, but for the data.
+/// One rank's calls; the same on every rank, except for the data.
 struct Caller {
   Run& run;
   int rank;
@@ -90,7 +90,7 @@ struct Caller {
     }
   }
 
-  /// Rank r owns count + r elements, the first of them in a piece of its own.
+  /// Rank r owns count + r elements, the first of them in a separate chunk.
   void all_gather_pieces(size_t count) {
     std::vector<std::vector<float>> values;
     std::vector<std::vector<std::span<std::byte>>> blocks;
@@ -139,7 +139,7 @@ struct Caller {
     }
   }
 
-  // Everybody raises, nothing was exchanged, the group stays usable.
+  // All ranks raise, nothing was exchanged, the group stays usable.
   void mismatch(int odd_rank) {
     float data[2] = {1, 1};
     bool raised = false;
@@ -219,10 +219,10 @@ void barriers(Run& run, int index) {
   }
 }
 
-// What an array costs has nothing to do with how many there may be.
+// The cost of an array does not depend on how many there may be.
 void many_arrays(Run& run, int index) {
   static_assert(kMaxAllocations >
-                40);  // else to look at all of them is as cheap
+                40);  // otherwise scanning all of them is as cheap
   HostGroup group(run.world.region(), index, kNonce, options());
   group.session.join();
   scheduler().start();
@@ -239,7 +239,7 @@ void many_arrays(Run& run, int index) {
              "an allocation looks at all arrays");
     }
     for (const size_t offset : offsets) {
-      // Two more whenever its compare-and-swap fails for no reason, one in eight.
+      // Two more whenever its compare-and-swap fails spuriously, one in eight.
       expect(steps_of([&] { group.heap.free(offset); }) < 40,
              "giving back looks at many arrays");
     }
@@ -253,7 +253,7 @@ void come_and_leave(Run& run, int index) {
   if (run.shared_random().one_in(2)) paceline::barrier(group.calls, -1);
 }
 
-// One rank leaves while the others go on, which ends the group for them.
+// One rank leaves while the others continue, which ends the group for them.
 void leave_the_others(Run& run, int index) {
   HostGroup group(run.world.region(), index, kNonce, options());
   group.session.join();
@@ -265,7 +265,7 @@ void leave_the_others(Run& run, int index) {
   scheduler().fail("a barrier was passed without the rank that had left");
 }
 
-// Everybody sends to everybody before it receives, more than an outbox holds.
+// All ranks send to all before they receive, more than an outbox holds.
 void messages(Run& run, int index) {
   HostGroup group(run.world.region(), index, kNonce, options());
   group.session.join();
@@ -273,7 +273,7 @@ void messages(Run& run, int index) {
   Random shared = run.shared_random();
   const auto ranks = static_cast<size_t>(group.world());
   for (int round = 0; round < 2; ++round) {
-    // Whole pieces of clocks.h: what lies side by side counts as one there.
+    // Whole units of clocks.h: adjacent data counts as one there.
     const size_t count = 4 * (1 + shared.below(kOutboxBytes / 8));
     std::vector<std::vector<float>> out(ranks);
     std::vector<std::vector<float>> in(ranks);
@@ -301,7 +301,7 @@ void messages(Run& run, int index) {
   }
 }
 
-// Every survivor learns of a death or has no more calls that need the dead.
+// Every survivor notices a death or has no more calls that need the dead.
 std::string deaths_are_noticed(const Run& run) {
   for (const Outcome& outcome : run.outcomes) {
     if (outcome.has_raised && outcome.reason != Reason::kDied &&
@@ -331,21 +331,21 @@ void add_collective_programs(std::vector<Program>& programs) {
   const Events deaths{.deaths = 2, .watches_races = false};
   const Events deadline{
       .stops = 1, .time_passes = true, .watches_races = false};
-  add("coming and leaving, 3 ranks", 3, {}, come_and_leave, nobody_raises);
-  // Who is killed between its word and its wake-ups has left, but nobody is
-  // woken: the others look again by themselves, as time passes.
+  add("coming and leaving, 3 ranks", 3, {}, come_and_leave, no_rank_raises);
+  // A rank that is killed between its word and its wake-ups has left, but wakes
+  // no rank: the others look again by themselves, as time passes.
   add("leaving, a death, 3 ranks", 3,
       {.deaths = 1, .time_passes = true, .watches_races = false},
       leave_the_others, deaths_are_noticed);
-  add("many arrays, 1 rank", 1, {}, many_arrays, nobody_raises);
-  add("collectives, 2 ranks", 2, {}, collectives, nobody_raises);
-  add("collectives, 3 ranks", 3, {}, collectives, nobody_raises);
+  add("many arrays, 1 rank", 1, {}, many_arrays, no_rank_raises);
+  add("collectives, 2 ranks", 2, {}, collectives, no_rank_raises);
+  add("collectives, 3 ranks", 3, {}, collectives, no_rank_raises);
   add("collectives, 4 ranks, 2 cores", 4, {.cores = 2}, collectives,
-      nobody_raises);
+      no_rank_raises);
   add("collectives, a stop, 3 ranks", 3, {.stops = 1}, collectives,
-      nobody_raises);
-  add("messages, 2 ranks", 2, {}, messages, nobody_raises);
-  add("messages, 3 ranks", 3, {}, messages, nobody_raises);
+      no_rank_raises);
+  add("messages, 2 ranks", 2, {}, messages, no_rank_raises);
+  add("messages, 3 ranks", 3, {}, messages, no_rank_raises);
   add("collectives, a death, 3 ranks", 3, death, collectives,
       deaths_are_noticed);
   add("barriers, two deaths, 4 ranks", 4, deaths, barriers, deaths_are_noticed);

@@ -1,4 +1,4 @@
-// What happens to ranks from outside: deaths, stops, and how they end.
+// Events that come from outside of the ranks: deaths, stops, and how they end.
 #include <algorithm>
 
 #include "kernel.h"
@@ -27,7 +27,7 @@ void Scheduler::strike(bool kills) {
         fiber->state != Fiber::State::kEnded)
       left.push_back(fiber->rank);
   }
-  if (left.size() < 2) return;  // somebody must be there to see it
+  if (left.size() < 2) return;  // a rank must remain to see it
   const int victim = left[random_.below(left.size())];
   kills ? kill(victim) : stop(victim);
 }
@@ -43,7 +43,7 @@ void Scheduler::kill(int victim) {
   for (const auto& fiber : fibers_)
     if (fiber->rank == victim && !fiber->is_event) fiber->is_killed = true;
   wake_who_is_done();
-  // The kernel takes its time until it speaks for the threads.
+  // The kernel takes some time until it marks the threads' words.
   spawn("end of rank " + std::to_string(victim), victim, [victim] {
     end_threads_of(victim);
   }).is_event = true;

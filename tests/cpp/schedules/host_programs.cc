@@ -1,6 +1,6 @@
-// Backward passes of one host among two: its ranks share memory, and each has a
-// worker that publishes what a peer sends. The peers are not there: what
-// they would send is computed.
+// Backwards of one host among two: its ranks share memory, and each has a
+// worker that publishes a peer's messages. The peers are simulated: their
+// messages are computed.
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -26,14 +26,14 @@ struct Share {
   size_t count;
 };
 
-/// As all ranks know a schedule beforehand.
+/// Choices that all ranks know before a schedule.
 struct Setting {
   bool has_weights;
-  /// In which a mean is not finite for this rank.
+  /// The backward in which a mean is not finite for this rank.
   int overflow_backward;
   int overflow_rank;
-  /// Whose worker hears that its peer is lost, and where: instead of a
-  /// message, or once it has counted the share, from what it has sent.
+  /// The rank whose worker learns that its peer is lost, and when: instead of a
+  /// message, or after it has counted the shard, from its own sends.
   int lost_rank;
   int lost_backward;
   size_t lost_bucket;
@@ -48,12 +48,13 @@ struct Setting {
     lost_rank = loses_peer ? static_cast<int>(random.below(ranks)) : -1;
     lost_bucket = random.below(kBuckets);
     is_lost_late = random.one_in(2);
-    // After the last backward nobody would learn of it.
+    // After the last backward no rank would notice it.
     lost_backward = static_cast<int>(random.below(kBackwards - is_lost_late));
   }
 };
 
-/// Of a rank of either host; those of the other one come behind.
+/// The gradient of a rank of either host; the other host's ranks have the
+/// higher numbers.
 float value(int rank, size_t bucket, size_t i, int backward) {
   return 24.0f * static_cast<float>((rank + 1) * (backward + 1) +
                                     static_cast<int>((bucket + i) % 9));
@@ -87,7 +88,7 @@ class Rank {
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
 
-  /// As Python does: what a rank raises it tells the others of its host.
+  /// As in Python: a rank that raises aborts the group of its host.
   void train() {
     try {
       for (int p = 0; p < kBackwards; ++p) backward(p);
@@ -144,7 +145,7 @@ class Rank {
       make_gradients(bucket);
       sums_->post(bucket);
       posted[bucket] = true;
-      // The last one carries what the end of the backward tells.
+      // The last one carries the results of the end of the backward.
       while (launched_in_backward_ + 1 < kBuckets &&
              posted[launched_in_backward_] &&
              sums_->is_complete(launched_in_backward_))
@@ -280,7 +281,7 @@ class Rank {
   int backward_ = 0;
   size_t launched_in_backward_ = 0;
   std::vector<float> own_sums_[kBuckets];
-  /// Buckets, in all backward passes; and kEnd.
+  /// The number of buckets launched in all backwards, and the bit kEnd.
   Atomic<uint32_t> launched_{0};
   std::thread worker_;
 };
@@ -292,7 +293,7 @@ void train_with_a_lost_peer(Run& run, int rank) {
 
 std::string all_raise_and_agree(const Run& run) {
   for (const Outcome& outcome : run.outcomes) {
-    if (!outcome.has_raised) return "a rank did not hear of the lost peer";
+    if (!outcome.has_raised) return "a rank did not notice the lost peer";
   }
   return all_agree(run);
 }
@@ -309,9 +310,9 @@ void add_host_programs(std::vector<Program>& programs) {
   const Events both{.deaths = 1, .stops = 1, .watches_races = false};
   const Events deadline{
       .stops = 1, .time_passes = true, .watches_races = false};
-  add("hosts, 2 ranks", 2, {}, train, nobody_raises);
-  add("hosts, 3 ranks", 3, {}, train, nobody_raises);
-  add("hosts, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
+  add("hosts, 2 ranks", 2, {}, train, no_rank_raises);
+  add("hosts, 3 ranks", 3, {}, train, no_rank_raises);
+  add("hosts, a stop, 2 ranks", 2, {.stops = 1}, train, no_rank_raises);
   add("hosts, a lost peer, 3 ranks", 3, lost, train_with_a_lost_peer,
       all_raise_and_agree);
   add("hosts, a death, 3 ranks", 3, death, train, all_agree);

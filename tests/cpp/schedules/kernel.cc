@@ -51,8 +51,8 @@ long futex_wait(std::span<const Expected> waits, int64_t wakes_at_ns) {
   return self.timed_out ? fail_with(ETIMEDOUT) : 0;
 }
 
-// Who is dying but not yet dead still takes a wake-up, and so does who is
-// stopped.
+// A rank that is dying but not yet dead still takes a wake-up, and so does a
+// stopped one.
 long futex_wake(const void* word, int count) {
   Fiber* asleep[Clocks::kMostFibers];
   size_t num_asleep = 0;
@@ -194,7 +194,7 @@ void forget_mutexes() { num_held = 0; }
 
 }  // namespace paceline::schedules
 
-// What follows stands in for the C library and for the two functions of the
+// The functions below replace those of the C library and two functions of the
 // core that a schedule must see.
 using namespace paceline::schedules;
 
@@ -277,8 +277,8 @@ int __wrap_open(const char* path, int flags, ...) {
   return is_simulated() ? fail_with(ENOENT) : __real_open(path, flags);
 }
 
-// The C++ library calls these, where the linker's option does not reach; a
-// program's own definitions come first.
+// The C++ library calls these, where the linker's option has no effect; a
+// program's own definitions take precedence.
 int pthread_create(pthread_t* thread, const pthread_attr_t*,
                    void* (*run)(void*), void* argument) {
   Fiber& parent = scheduler().current();

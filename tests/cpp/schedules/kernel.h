@@ -1,6 +1,6 @@
-// The system calls that the core makes, as a kernel under the scheduler answers
-// them: futexes are queues, threads are fibers, time is virtual, and a dead
-// rank's robust list is walked some time after its death.
+// The system calls of the core, implemented by a kernel under the scheduler:
+// futexes are queues, threads are fibers, time is virtual, and a dead rank's
+// robust list is walked some time after its death.
 //
 // The linker puts these in the place of the C library's (see CMakeLists.txt);
 // outside of a schedule they pass every call on.

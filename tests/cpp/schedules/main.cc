@@ -1,6 +1,6 @@
 // schedules [COUNT [FIRST_SEED [PROGRAM]]]: runs COUNT schedules, shared among
-// the programs whose name holds PROGRAM, and prints a table. A finding ends its
-// program, with the last steps that led to it.
+// the programs whose name contains PROGRAM, and prints a table. A finding ends
+// its program, with the last steps that led to it.
 //
 // schedules --replay SEED EXPECTED_STEPS PROGRAM: the schedule of a finding
 // again, with all its steps.

@@ -1,8 +1,8 @@
-# Tests of the tests: the core with one mistake in it, which exploring must find.
+# Tests of the tests: the core with one injected mistake, which exploring must find.
 #
 # mutant(NAME FILE PROGRAM FINDING OLD NEW [OLD NEW]...): replaces OLD by NEW in a copy of FILE, which must
-# hold it, builds the explorer with that copy, and expects FINDING from the programs named like PROGRAM.
-# A header is compiled with the sources named first.
+# contain it, builds the explorer with that copy, and expects FINDING from the programs named like PROGRAM. A
+# header is compiled with the sources named first.
 
 set(mutant_sources_of_calls.h
     cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/all_to_all.cc
@@ -56,7 +56,7 @@ function(mutant name file program finding)
     mutant_${name} PROPERTIES TIMEOUT 300 PASS_REGULAR_EXPRESSION "seed [0-9]+, expected steps [0-9]+: ${finding}")
 endfunction()
 
-# --- wake-ups that are lost ---
+# --- lost wake-ups ---
 mutant(no_ring_at_the_end cpp/reducer/reducer.cc "backwards, 2 ranks" deadlock
   "if (count_up(control().chunks_done, backward_ * total_chunks_))\n        ring(kWakeAll);"
   "count_up(control().chunks_done, 0);")
@@ -73,7 +73,7 @@ mutant(no_wake_at_the_gate cpp/collectives/calls.cc "collectives, 2 ranks" deadl
 mutant(receiver_does_not_ring cpp/core/transfers.cc "messages, 2 ranks" deadlock
   "channel.read.store(at, std::memory_order_release);\n    ring(transfer.peer)"
   "channel.read.store(at, std::memory_order_release)")
-mutant(nobody_hears_of_a_death cpp/core/crash.cc "collectives, a death" deadlock
+mutant(no_rank_is_woken_by_a_death cpp/core/crash.cc "collectives, a death" deadlock
   "futex_wake(header.abort, kWakeAll)" "(void)0")
 mutant(leaves_without_a_word cpp/core/life.cc "leaving in mid-backward" deadlock
   "futex_wake(header_.departures, kWakeAll)" "(void)0")
@@ -98,7 +98,7 @@ mutant(gate_opens_before_its_reset cpp/collectives/calls.cc "collectives, 2 rank
 mutant(one_buffer_for_all_calls cpp/collectives/calls.h "collectives, 2 ranks" "(race|a wrong)"
   "Layout::small_at(call_.number & 1)" "Layout::small_at(0)")
 
-# --- what is unused, and who may leave it so ---
+# --- unused parameters, and the permission for them ---
 mutant(no_zeros_for_globally_unused cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|a wrong mean)"
   "if (any_unused && (allow_unused || allow_globally_unused)) add_unused();" "if (any_unused && allow_unused) add_unused();")
 mutant(decides_by_its_own_flags cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
@@ -115,7 +115,7 @@ mutant(compares_too_early cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|
 mutant(one_place_for_what_is_unused cpp/reducer/reducer.h "backwards, 2 ranks" "(deadlock|another verdict)"
   "(backward & 1) * unused_words_" "0 * unused_words_")
 
-# --- memory orders that promise too little ---
+# --- memory orders that are too weak ---
 mutant(relaxed_count cpp/reducer/settled_count.cc "backwards, 2 ranks" race
   "seen, seen + 1, std::memory_order_acq_rel" "seen, seen + 1, std::memory_order_relaxed")
 mutant(relaxed_post cpp/reducer/reducer.cc "backwards, 2 ranks" race
@@ -131,7 +131,7 @@ mutant(no_poison cpp/reducer/settled_count.h "backwards, a death, 3 ranks" "(sur
 mutant(goes_on_after_the_end cpp/reducer/reducer.cc "backwards, a death, 2 ranks" "rank [0-9] claimed [0-9]+ chunks after the end"
   "if (session_.is_over()) break;" "")
 
-# --- the part of one host ---
+# --- the work of one host ---
 mutant(no_ring_when_posted cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock
   "own.store(backward_, std::memory_order_release);\n  ring();" "own.store(backward_, std::memory_order_release);")
 mutant(no_ring_when_published cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock

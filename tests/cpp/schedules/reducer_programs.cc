@@ -1,4 +1,4 @@
-// Backward passes: every verdict, every way to lose a rank.
+// Backwards: every verdict, every way to lose a rank.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -17,7 +17,8 @@ constexpr float kGarbage = -7;
 
 enum class Who { kNobody, kOddRank, kOthers, kAll };
 
-/// What ranks do in a backward, and what all of them must find.
+/// The actions of the ranks in a backward, and the verdict that all of them
+/// must reach.
 struct Kind {
   Who leave_one_out = Who::kNobody;  ///< of the parameters, always the same
   Who allow_it = Who::kNobody;       ///< allow_unused: each rank says its own
@@ -60,7 +61,7 @@ constexpr Kind kKinds[] = {
      .globally_unused = true,
      .lack_data = kOddRank,
      .verdict = kBackwardGloballyUnused | kBackwardFinished},
-    // Somebody's: one uses it; all but one do.
+    // Not globally unused: used by one rank; left out by one rank.
     {.leave_one_out = kOthers,
      .globally_unused = true,
      .verdict = kBackwardUnused,
@@ -118,7 +119,7 @@ double weight_of(int rank, int world) {
   return world == 4 || rank + 1 < world ? 1 : world == 2 ? 3 : 2;
 }
 
-/// One rank's reducer, its gradients, and what they should become.
+/// One rank's reducer, its gradients, and the expected means.
 class Model {
  public:
   Model(HostGroup& group, const Setting& setting)
@@ -146,11 +147,11 @@ class Model {
     reducer_->mark_ready(parameter, setting_.is_elsewhere ? gradient : nullptr);
   }
 
-  /// Every gradient is the mean; `weight` is 0 where a rank left it out.
+  /// Every gradient is the mean; `weight` is 0 if a rank left it out.
   void check(int backward, const std::function<double(int, size_t)>& weight) {
     const int world = group_.world();
     for (size_t p = 0; p < kParameters; ++p) {
-      // What this rank has no gradient for is in the gradient buffer only.
+      // A mean without a gradient of this rank is in the gradient buffer only.
       const float* gradient = weight(group_.rank(), p) == 0
                                   ? layout_.view(*reducer_, p)
                                   : gradient_of(p);
@@ -207,7 +208,7 @@ std::vector<size_t> random_order(Random& random) {
   return order;
 }
 
-/// A rank that trains; what it does at its end differs by program.
+/// A rank that trains; programs differ in its actions at the end.
 struct Rank {
   Run& run;
   int rank;
@@ -259,7 +260,7 @@ struct Rank {
     uint32_t flags = model->reducer().finish(status, backward.allows(rank),
                                              backward.kind.globally_unused);
     ++outcome.good_backwards;
-    // Who breaks off has marked some gradients, or all.
+    // A rank that breaks off has marked some gradients, or all.
     if (backward.kind.break_off != kNobody) flags &= ~kBackwardUnused;
     expect(flags == backward.kind.verdict,
            "another verdict than the ranks' own");
@@ -268,7 +269,7 @@ struct Rank {
   }
 
   // The gradients are cleared before the others know: the next backward finds
-  // them as they are then.
+  // them cleared.
   void break_off(int number) {
     mark_some(number, own.below(kParameters + 1));
     if (setting.is_elsewhere) model->fill_with_garbage();
@@ -299,7 +300,7 @@ void train(Run& run, int index) {
   for (int p = 0; p < kBackwards; ++p) rank.train(p);
 }
 
-// Survivors keep their memory until all are back, and see who writes there.
+// Survivors keep their memory until all are back, and see late writes there.
 void train_and_watch(Run& run, int index) {
   Rank rank(run, index, Setting::kGood);
   const bool watches = run.shared_random().one_in(2);
@@ -368,11 +369,11 @@ void add_reducer_programs(std::vector<Program>& programs) {
       .stops = 1, .time_passes = true, .watches_races = false};
   const Events both{.deaths = 1, .stops = 1, .watches_races = false};
   const Events leaving{.watches_races = false};
-  add("backwards, 2 ranks", 2, {}, train, nobody_raises);
-  add("backwards, 3 ranks", 3, {}, train, nobody_raises);
-  add("backwards, 4 ranks, 2 cores", 4, {.cores = 2}, train, nobody_raises);
-  add("several reducers, 2 ranks", 2, {}, several_reducers, nobody_raises);
-  add("backwards, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
+  add("backwards, 2 ranks", 2, {}, train, no_rank_raises);
+  add("backwards, 3 ranks", 3, {}, train, no_rank_raises);
+  add("backwards, 4 ranks, 2 cores", 4, {.cores = 2}, train, no_rank_raises);
+  add("several reducers, 2 ranks", 2, {}, several_reducers, no_rank_raises);
+  add("backwards, a stop, 2 ranks", 2, {.stops = 1}, train, no_rank_raises);
   add("backwards, a death, 2 ranks", 2, death, train_and_watch, all_agree);
   add("backwards, a death, 3 ranks", 3, death, train_and_watch, all_agree);
   add("backwards, two deaths, 4 ranks", 4, deaths, train_and_watch, all_agree);

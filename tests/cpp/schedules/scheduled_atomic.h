@@ -1,9 +1,9 @@
 // Atomic, as the tests of schedules see it: every operation is a step, before
-// which another rank may go on.
+// which another rank may continue.
 //
 // It has the size and the operations of std::atomic, so that the core compiles
 // unchanged. Operations take effect one after the other, in the order of the
-// schedule; what their memory orders promise is checked by clocks.h.
+// schedule; clocks.h checks the guarantees of their memory orders.
 #pragma once
 
 #include <atomic>
@@ -13,15 +13,15 @@
 
 namespace paceline::schedules {
 
-/// What an operation does to its word, for the trace and for the clocks.
+/// The effect of an operation on its word, for the trace and for the clocks.
 enum class Operation : uint8_t { kLoad, kStore, kExchange };
 
-/// Lets another rank go on first. Does nothing outside of a schedule.
+/// Lets another rank continue first. Does nothing outside of a schedule.
 void before_step(const void* word);
-/// Records what was done, and what the memory order promises.
+/// Records the operation, and its memory order.
 void after_step(const void* word, Operation operation, std::memory_order order,
                 uint64_t value, const std::source_location& where);
-/// Whether a weak compare-and-swap fails for no reason.
+/// Whether a weak compare-and-swap fails spuriously.
 bool fails_spuriously();
 
 }  // namespace paceline::schedules
@@ -44,7 +44,7 @@ class Atomic {
     schedules::before_step(this);
     return after(Operation::kLoad, order, value_, where);
   }
-  /// Not a step: the core reads only words of its own rank so.
+  /// Not a step: the core reads only words of its own rank like this.
   operator T() const { return value_; }
   void store(T value, Order order = Order::seq_cst,
              Where where = Where::current()) {
@@ -106,7 +106,7 @@ class Atomic {
   }
 
  private:
-  /// The order of a compare-and-swap that fails, if it was given one alone.
+  /// The order of a compare-and-swap that fails, if only one order was given.
   static constexpr Order failing(Order order) {
     if (order == Order::acq_rel) return Order::acquire;
     if (order == Order::release) return Order::relaxed;

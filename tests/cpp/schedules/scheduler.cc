@@ -46,7 +46,7 @@ bool fails_spuriously() {
 }
 
 Scheduler& Scheduler::get() {
-  // On the heap: it outlives what renew_statics() puts back.
+  // On the heap: it outlives the words that renew_statics() restores.
   static Scheduler& scheduler = *new Scheduler;
   return scheduler;
 }
@@ -56,7 +56,7 @@ std::string Scheduler::run(int num_ranks,
                            const Events& events, uint64_t seed) {
   events_ = events;
   random_ = Random(seed);
-  // Both find what the other one misses; see the head of scheduler.h.
+  // Each finds bugs that the other one misses; see the head of scheduler.h.
   strategy_ = seed % 2 == 0 ? Strategy::kPriorities : Strategy::kRandomWalk;
   while (stacks_.size() < Clocks::kMostFibers) stacks_.push_back(make_stack());
   fibers_.clear();
@@ -96,7 +96,7 @@ Fiber& Scheduler::spawn(std::string name, int rank,
   fiber->rank = rank;
   fiber->name = std::move(name);
   fiber->body = std::move(body);
-  // Distinct with certainty that is good enough, and above all change points.
+  // Almost certainly distinct, and above the priorities of all change points.
   fiber->priority = (random_.next() >> 1) + (uint64_t{1} << 62);
   const auto index = static_cast<size_t>(fiber->index);
   if (index >= static_cast<size_t>(Clocks::kMostFibers))
@@ -262,8 +262,8 @@ void Scheduler::wake(Fiber& fiber) {
   fiber.state = Fiber::State::kRunnable;
 }
 
-// Nobody can run. A rank that is stopped for good may go on now; else time may
-// pass; else this is a deadlock.
+// No fiber can run. A rank that is stopped for good may continue now; otherwise
+// time may pass; otherwise this is a deadlock.
 Fiber* Scheduler::idle() {
   const bool others_are_over =
       std::all_of(fibers_.begin(), fibers_.end(), [&](const auto& fiber) {

@@ -53,7 +53,7 @@ class Random {
   uint64_t state_;
 };
 
-/// What may happen to the ranks of a schedule besides running.
+/// The events that may affect the ranks of a schedule.
 struct Events {
   int deaths = 0;  ///< ranks that are killed, each at a random step
   int stops = 0;   ///< ranks that are stopped and continued
@@ -61,7 +61,7 @@ struct Events {
   /// its time-out would end is a deadlock.
   bool time_passes = false;
   /// Plain memory is watched. Off where ranks give up: then one may write where
-  /// another has stopped caring.
+  /// another no longer looks.
   bool watches_races = true;
   int cores = 64;  ///< that the ranks believe to have
 };
@@ -82,13 +82,13 @@ struct Fiber {
   bool is_stopped = false;  ///< until the rank is continued
   uint64_t priority = 0;
   const char* waits_for = "";
-  // What belongs to a thread and not to the process.
+  // State that belongs to a thread and not to the process.
   bool has_started = false;
   jmp_buf context;
   std::byte* stack = nullptr;
   void* exceptions[2] = {};  ///< __cxa_eh_globals
   robust_list_head* robust_list = nullptr;
-  // Of a sleep under way.
+  // The sleep under way.
   const void* words[kMostWords];
   size_t num_words = 0;
   int64_t wakes_at_ns = INT64_MAX;
@@ -98,11 +98,11 @@ struct Fiber {
 class Scheduler {
  public:
   static Scheduler& get();
-  /// Whether a fiber runs: outside, everything behaves as always.
+  /// Whether a fiber runs: outside, all functions behave as usual.
   bool is_running() const { return current_ != nullptr; }
 
-  /// Runs one schedule of `program` on `num_ranks` ranks. Returns what is
-  /// wrong, or nothing.
+  /// Runs one schedule of `program` on `num_ranks` ranks. Returns the finding,
+  /// or nothing.
   std::string run(int num_ranks, const std::function<void(int)>& program,
                   const Events& events, uint64_t seed);
   size_t steps() const { return steps_; }
@@ -117,7 +117,7 @@ class Scheduler {
   bool has_begun() const { return is_exploring_; }
   /// Ends the schedule: this must not happen.
   [[noreturn]] void fail(const std::string& what);
-  /// Until every other rank calls it, has returned or is dead.
+  /// Waits until every other rank calls it, has returned or is dead.
   void wait_for_others();
   Random& random() { return random_; }
   int rank() const { return current_->rank; }

@@ -1,4 +1,4 @@
-// What a finding is printed with.
+// The trace that is printed with a finding.
 #include <algorithm>
 #include <cstdio>
 #include <fstream>

@@ -67,7 +67,7 @@ void note_plain_write(const void* to, size_t bytes) { note_write(to, bytes); }
 
 }  // namespace paceline::schedules
 
-// What follows stands in for the C library, and for some functions of the core.
+// The functions below replace those of the C library, and some of the core.
 using namespace paceline::schedules;
 
 extern "C" {
@@ -93,7 +93,7 @@ int __wrap_fallocate(int file, int mode, off_t offset, off_t bytes) {
   return 0;
 }
 
-// Ranks share one mapping here: none can take a range of it to itself.
+// Ranks share one mapping here: none can map a range of it privately.
 void* __real_mmap(void* at, size_t bytes, int protection, int flags, int file,
                   off_t offset);
 void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int file,

@@ -26,7 +26,7 @@ void warm_up() {
   keep_memory();
 }
 
-std::string nobody_raises(const Run& run) {
+std::string no_rank_raises(const Run& run) {
   for (size_t r = 0; r < run.outcomes.size(); ++r) {
     if (!run.outcomes[r].has_raised) continue;
     return "rank " + std::to_string(r) + " raised reason " +
@@ -37,7 +37,7 @@ std::string nobody_raises(const Run& run) {
 
 std::string all_agree(const Run& run) {
   for (size_t r = 0; r < run.outcomes.size(); ++r) {
-    // One: it looked just before the end of the group.
+    // One is allowed: it looked just before the end of the group.
     if (run.outcomes[r].late_claims > 1) {
       return "rank " + std::to_string(r) + " claimed " +
              std::to_string(run.outcomes[r].late_claims) +
@@ -57,8 +57,7 @@ std::string all_agree(const Run& run) {
   }
   return least == most
              ? ""
-             : "survivors disagree how many backward passes were good: " +
-                   backwards;
+             : "survivors disagree how many backwards were good: " + backwards;
 }
 
 }  // namespace paceline::schedules

@@ -1,5 +1,5 @@
-// A shared region that is used again for each schedule, and what programs need
-// to take part in one.
+// A shared region that is used again for each schedule, and the helpers that
+// programs need to take part in one.
 #pragma once
 
 #include <string.h>
@@ -22,7 +22,7 @@
 namespace paceline::schedules {
 
 inline constexpr uint64_t kNonce[2] = {11, 22};
-/// Of each rank's slab, behind the buffers.
+/// Of each rank's slab, after the buffers.
 inline constexpr size_t kHeapBytes = 40 * 1024;
 
 inline Scheduler& scheduler() { return Scheduler::get(); }
@@ -49,7 +49,7 @@ class World {
     start_.assign(region_->data(), region_->data() + layout.control_bytes());
   }
 
-  /// A new process and a new region: zeros behind its header.
+  /// A new process and a new region: zeros after its header.
   void renew() {
     renew_statics();
     memcpy(region_->data(), start_.data(), start_.size());
@@ -69,12 +69,12 @@ class World {
   std::vector<std::byte> start_;
 };
 
-/// What a process tries out once (has the kernel this call?), it tries out
-/// here, before the first schedule: there, ranks would wait for each other in a
-/// way that processes do not.
+/// Makes the attempts here, before the first schedule, that a process makes
+/// only once (has the kernel this call?): in a schedule, ranks would wait for
+/// each other in a way that processes do not.
 void warm_up();
 
-/// What became of a rank; outlives its fiber.
+/// The outcome of a rank; outlives its fiber.
 struct Outcome {
   bool returned = false;
   int good_backwards = 0;
@@ -100,9 +100,9 @@ struct Program {
   const char* name;
   int ranks;
   Events events;
-  /// What one rank does. Failures of the core end it, and are noted.
+  /// The program of one rank. Failures of the core end it, and are noted.
   std::function<void(Run&, int rank)> body;
-  /// After all ranks: what is wrong, or nothing.
+  /// After all ranks: the finding, or nothing.
   std::function<std::string(const Run&)> judge;
 };
 
@@ -113,9 +113,9 @@ void add_collective_programs(std::vector<Program>& programs);
 void add_host_programs(std::vector<Program>& programs);
 
 // --- judges ---
-std::string nobody_raises(const Run& run);
-/// Everybody has the same number of good backward passes, but for the dead, and
-/// nobody went on reducing a backward that was given up.
+std::string no_rank_raises(const Run& run);
+/// All survivors have the same number of good backwards, and no rank continued
+/// to reduce a backward that was given up.
 std::string all_agree(const Run& run);
 
 }  // namespace paceline::schedules
