@@ -1,4 +1,4 @@
-"""Programs for one rank that go wrong in every way the harness must notice, and a few that do not."""
+"""Programs for one rank that fail in every way that the harness must notice, and a few that do not fail."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def pid_of_the_server(rank: int) -> int:
 
 
 def outputs_of_the_server(rank: int) -> list[str]:
-    """Where what it prints goes, on its standard output and standard error."""
+    """The destinations of its standard output and standard error."""
     return [os.readlink(f"/proc/{os.getppid()}/fd/{number}") for number in (1, 2)]
 
 
@@ -147,7 +147,7 @@ def meet_another_run(rank: int, folder: str, own: str, other: str) -> str:
 
 
 def change_process(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, float]:
-    """Its process, job and folder, and a random number; and changes of all sorts to the process."""
+    """Its process, job and folder, and a random number; and changes of all kinds to the process."""
     found = os.getpid(), f"{os.environ['PACELINE_JOB_ID']} {os.environ['TMPDIR']}", numpy.random.random()
     assert "CHANGED" not in os.environ and not _notes and square(2) == 4
     os.environ["CHANGED"] = "yes"

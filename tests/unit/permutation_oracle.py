@@ -1,4 +1,4 @@
-"""The permutation of cpp/data/permutation.h, once more: Python integers, one place at a time, for reading."""
+"""An oracle for the permutation of cpp/data/permutation.h: Python integers, one place at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BITS_64 = 2**64 - 1
 
 
 def permutation(length: int, key: int, places: list[int]) -> list[int]:
-    """What lies at `places`."""
+    """The values at `places`."""
     if length <= LONGEST_TABLE:
         table = shuffled_table(length, key)
         return [table[place] for place in places]

@@ -1,4 +1,4 @@
-"""What a reduction over ranks should give, bit for bit, and arrays to try it with.
+"""The expected results of reductions over ranks, bit for bit, and arrays to try them with.
 
 Shares no code with the kernels: numpy's own arithmetic and float16; bfloat16 by integer operations.
 """
@@ -45,7 +45,7 @@ STORED = {
     DType.INT32: np.dtype(np.int32),
     DType.INT64: np.dtype(np.int64),
     DType.UINT8: np.dtype(np.uint8),
-    DType.BOOL: np.dtype(np.uint8),  # any byte may come; not 0 is true
+    DType.BOOL: np.dtype(np.uint8),  # any byte may come; any other than 0 is true
 }
 
 

@@ -1,4 +1,4 @@
-"""Sockets on which ranks meet, among connections that say nothing; and a queue that is full."""
+"""Sockets on which ranks connect, among silent connections; and a queue that is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address a name stands for; real links: tests/hosts/test_addresses.py."""
+"""The address that a name resolves to; real links: tests/hosts/test_addresses.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELSEWHERE = Way("node0", "10.0.0.1", "10.0.0.2", "eth7", False)
 
 
 def resolve_as(monkeypatch, address):
-    """What the name of this host stands for; None: nothing."""
+    """The addresses of this host's name; None: it does not resolve."""
 
     def getaddrinfo(name, port, **_):
         if address is None:
@@ -100,7 +100,7 @@ def test_a_listener_that_never_comes_is_told_at_the_deadline():
 def test_interfaces_that_gloo_cannot_use_are_reported(monkeypatch):
     monkeypatch.setattr(addresses, "own_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.2"})
     monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
-    for fits in ("", "eth0", "eth1", "eth0,eth1"):  # one with IPv6 alone may be meant
+    for fits in ("", "eth0", "eth1", "eth0,eth1"):  # a host with IPv6 only may be meant
         assert interface_problems(fits) == ("", "")
     own = "lo (127.0.0.1), eth0 (10.0.0.2)"
     for wrong in ("eth7", "eth0,eth7"):

@@ -1,4 +1,4 @@
-"""The agreement check names the first difference, on every rank, and stays silent where there is none."""
+"""The agreement check names the first difference, on every rank, and is silent if there is none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = ModelDescription((WEIGHT, BIAS), (MEAN,), {"bucket_cap_mb": "25"})
 
 
 class Rehearsed:
-    """An exchange whose other ranks say what they are told to, round after round."""
+    """An exchange whose other ranks give the scripted answers, round after round."""
 
     def __init__(self, models: list[ModelDescription]) -> None:
         self.rank, self.world_size = 0, len(models)

@@ -1,4 +1,4 @@
-"""The folders are the architecture. Read from the source text: nothing here imports what it checks."""
+"""The folders follow the architecture. Read from source text: nothing here imports the code it checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 
-# Top to bottom: a layer imports from layers below it and from itself.
-# Folders that share a row do not import each other, but for the bottom row.
+# Top to bottom: a layer imports from layers below it and from itself. Folders that share a row do not import
+# each other, except in the bottom row.
 LAYERS = (
-    ("paceline.integrations",),  # imported by its users only
+    ("paceline.integrations",),  # only its users import it
     ("paceline.__main__",),
     ("paceline.cli",),
     ("paceline.predict",),
@@ -50,8 +50,8 @@ LAYERS = (
     ),
 )
 BOTTOM = len(LAYERS) - 1
-# The rooms of a front end (folders, and files beside them), top to bottom: a room imports from rows below
-# it and from itself. So the longest chain of imports has as many rooms as there are rows.
+# The parts of a front end (folders, and files beside them), top to bottom: a part imports from rows below it
+# and from itself. So the longest chain of imports has as many parts as there are rows.
 ROOMS = {
     "torch": (
         ("__init__",),
@@ -150,7 +150,7 @@ def test_imports_point_down_only():
 
 
 def test_an_integration_stands_alone():
-    """A file of a library imports no other library's: whoever has one need not have the other."""
+    """A file of a library imports no other library's: a user may have only one of them."""
     wrong = [
         spell(path, line, f"imports {imported}")
         for path in sorted((PACKAGE / "integrations").glob("*.py"))

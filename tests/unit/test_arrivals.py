@@ -20,7 +20,7 @@ HOSTS = ((0, 1), (2, 3))
 
 @contextlib.contextmanager
 def connected(family: int, server: str, client: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection's two ends, of which the first was accepted by a program that listens no more."""
+    """A connection's two ends; the first was accepted by a program that no longer listens."""
     with (
         socket.socket(family) as listener,
         socket.socket(family if ":" in client else socket.AF_INET) as other,
@@ -49,7 +49,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
 
 
 def seen(connection: socket.socket, seconds: float) -> list[list[int]]:
-    """Who is silent, at looks in the given time, by a clock that does not wait."""
+    """The silent hosts, at looks in the given time, by a clock that does not wait."""
     now = time.monotonic()
     watched = Arrivals({3: connection}, HOSTS, now)
     found = [watched.silent(SILENCE_S, now + step / 4) for step in range(1, round(4 * seconds))]
@@ -68,7 +68,7 @@ def test_a_host_that_refuses_a_new_connection_is_there(ends: tuple[socket.socket
 
 
 def test_an_address_without_a_route_does_not_answer() -> None:
-    """As that of every other host where the network interface is switched off: no connection begins."""
+    """As for every other host if the network interface is switched off: no connection begins."""
     trial = arrivals._Trial(socket.AF_INET, ("255.255.255.255", 9), time.monotonic())
     assert not trial.is_answered()
     trial.close()

@@ -1,4 +1,4 @@
-"""What the backward passes of one model leave in the recording of their process."""
+"""The records that the backwards of one model leave in the recording of their process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.trace.records import Event, backward_id, float_bits
 
 
 class Recording:
-    """A recording that keeps what it is told.
+    """A recording that keeps its calls.
 
     Attributes:
         note: None: nothing is recorded.
@@ -45,7 +45,7 @@ class Recording:
 
 
 class Ranks:
-    """Where a log asks how ranks have come to the ends of their backwards."""
+    """The object that a log asks how ranks have come to the ends of their backwards."""
 
     def times(self) -> _core.BackwardTimes:
         return _core.BackwardTimes(2)

@@ -1,4 +1,4 @@
-"""What takes gradients between hosts, as Python calls it; tests/cpp/backward_marks_test.cc has the rest."""
+"""The copy of gradients between hosts, as Python calls it; tests/cpp/backward_marks_test.cc has the rest."""
 
 from __future__ import annotations
 

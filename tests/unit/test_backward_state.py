@@ -1,4 +1,4 @@
-"""What hooks and the end of a backward share of one model's backward."""
+"""The state of one model's backward that hooks and the end of the backward share."""
 
 from __future__ import annotations
 

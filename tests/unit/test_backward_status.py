@@ -1,4 +1,4 @@
-"""What a rank reports of its backward, in one word: made and read by the core, told by both reducers."""
+"""A rank's report on its backward, in one word: made and read by the core, sent by both reducers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_no_two_say_the_same():
     ("told", "agree"),
     [
         ([(1, 1), (1, 1)], True),
-        ([(5, 5), (3, 3), (1, 1)], True),  # episodes of different lengths
-        ([(5, 4), (3, 2)], True),  # the same, and of each the last output is not used
+        ([(5, 5), (3, 3), (1, 1)], True),  # different numbers of forwards
+        ([(5, 4), (3, 2)], True),  # the same, and in each the last output is not used
         ([(2, 2), (2, 1), (2, 0)], True),  # outputs that some ranks do not use
         ([(2, 1), (1, 1)], False),  # a skipped backward
         ([(1, 1), (1, 1), (3, 1)], False),

@@ -30,7 +30,7 @@ def flat(drawn: list[list[list[int]]]) -> list[int]:
 
 
 def global_batches(drawn: list[list[list[int]]]) -> list[list[int]]:
-    """What all ranks together do in each step, in the order of places."""
+    """The samples of all ranks in each step, in the order of places."""
     steps = []
     for step in range(max(map(len, drawn))):
         parts = [of_rank[step] for of_rank in drawn if step < len(of_rank)]
@@ -69,7 +69,7 @@ def test_global_batches_do_not_depend_on_the_ranks(length: int, world_size: int,
 
 
 def expected_steps(order: list[int], total: int, start: int = 0) -> list[list[int]]:
-    """What one process would do that goes on with the first samples where the last ones don't fill a step."""
+    """The samples of one process that continues with the first samples if the last ones don't fill a step."""
     firsts = range(start, len(order), total)
     return [[order[place % len(order)] for place in range(first, first + total)] for first in firsts]
 
@@ -91,7 +91,7 @@ def test_every_step_has_the_same_samples_on_any_number_of_ranks(
 def test_it_goes_on_with_other_ranks_through_the_same_steps(
     length: int, lives: list[int], total: int, data: st.DataObject
 ) -> None:
-    """Each life makes some steps and saves; the next one has another number of ranks."""
+    """Each run makes some steps and saves; the next one has another number of ranks."""
     options = {"global_batch_size": total, "shuffle": True}
     (alone,) = batches(length, 1, **options)
     state, seen = None, []
@@ -170,7 +170,7 @@ def test_bad_sizes_are_refused(options: dict[str, object], what: str) -> None:
 def test_virtual_ranks_have_the_same_batches_whatever_plays_them(
     virtual: int, data: st.DataObject, length: int, size: int, drop_last: bool
 ) -> None:
-    """Each of them gets what it would get as a rank of its own."""
+    """Each of them gets the same as a real rank."""
     options = {"shuffle": True, "global_batch_size": size, "drop_last": drop_last}
     apart = batches(length, virtual, **options)
     fitting = [count for count in range(1, virtual + 1) if cut_tree(virtual, count)]

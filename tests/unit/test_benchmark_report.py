@@ -178,10 +178,10 @@ def test_a_ratio_over_starts_is_the_median_of_their_medians():
     ("ours", "theirs", "says"),
     [
         (Interval(1e-3, 0.5e-3, 2e-3), Interval(5e-3, 4e-3, 6e-3), "5.0x"),
-        # Can't be told from nothing: only a bound.
+        # Not distinguishable from zero: only a bound.
         (Interval(1e-3, -1e-3, 2e-3), Interval(5e-3, 4e-3, 6e-3), "> 2.5x"),
         (Interval(-2e-3, -3e-3, -1e-3), Interval(5e-3, 4e-3, 6e-3), "no overhead"),
-        # A torch that can't be told from nothing either gives no ratio.
+        # A torch time that is not distinguishable from zero either gives no ratio.
         (Interval(1e-3, 0.5e-3, 2e-3), Interval(5e-3, -1e-3, 6e-3), "-"),
         (Interval(1e-3, 0.5e-3, 2e-3), None, "-"),
     ],

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks, their cases, and what they make of samples; nothing is measured."""
+"""The benchmarks' command line, their cases, and results from given samples; nothing is measured."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_rank_by_itself_is_compared_by_its_part_of_the_batch():
     )
     assert measured.faster("paceline", "one").median == pytest.approx(1.6)
     assert measured.faster("paceline", "torch").median == pytest.approx(2.0)
-    # Two ranks by themselves would handle 160 samples a second, and these two handle 128.
+    # Two ranks alone would handle 160 samples a second, and these two handle 128.
     assert measured.of_ideal("paceline") == pytest.approx(0.8)
     assert measured.of_ideal("one") == pytest.approx(0.5)
     assert measured.faster("paceline", "zero") is None

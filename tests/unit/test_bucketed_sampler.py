@@ -24,7 +24,7 @@ def batches(lengths: object, total: int, world_size: int, **options: object) -> 
 
 
 def steps_of(drawn: list[list[list[int]]]) -> list[list[int]]:
-    """What all ranks do in each step."""
+    """The samples of all ranks in each step."""
     steps = max(map(len, drawn))
     return [
         sorted(i for of_rank in drawn for i in (of_rank[s] if s < len(of_rank) else [])) for s in range(steps)
@@ -70,7 +70,7 @@ def test_it_pads_and_waits_less_than_a_plain_shuffle() -> None:
     used = lengths.sum()
 
     def costs(drawn: list[list[list[int]]]) -> tuple[float, float]:
-        """What is computed for nothing: padding up to a batch's longest; ranks waiting for the busiest."""
+        """The wasted work: padding up to a batch's longest; ranks waiting for the busiest."""
         padding = waiting = 0
         for step in zip(*drawn, strict=True):
             padding += sum(lengths[batch].max() * len(batch) for batch in step)

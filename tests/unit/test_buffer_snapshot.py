@@ -1,4 +1,4 @@
-"""What a snapshot of the buffers of a module notices."""
+"""Changes that a snapshot of a module's buffers notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is to make calls over a process group; without one."""
+"""The order of models' calls over a process group; without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.reducer.call_order import CallOrder
 
 
 class Model:
-    """One that makes a backward."""
+    """A model that makes a backward."""
 
     def __init__(self, order: CallOrder) -> None:
         self.reducer = object()
@@ -48,7 +48,7 @@ def test_backwards_make_their_calls_in_the_order_in_which_they_began(order, mode
     assert [model.may_launch for model in models] == [False, False, True]
     order.end(models[2])
     assert [model.may_launch for model in models] == [True, False, False]
-    order.end(models[1])  # which had none
+    order.end(models[1])  # which made none
     order.end(models[0])
     assert all(model.may_launch for model in models)
 

@@ -1,6 +1,6 @@
-"""The control channel as a tree: the first rank of each host stands between the others of it and the hub.
+"""The control channel as a tree: the first rank of each host relays between the others of it and the hub.
 
-Ranks are threads of this process, each with connections of its own.
+Ranks are threads of this process, each with its own connections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def channels():
 
 
 def told(channels, guilty):
-    """What each other rank is told, and is called with."""
+    """The error that each other rank receives."""
     others = [each for rank, each in enumerate(channels) if rank != guilty]
     waiters = [Waiter(each) for each in others]
     yield
@@ -113,7 +113,7 @@ def test_who_does_not_fit_is_refused_on_all_hosts_though_one_rank_alone_has_seen
 
 
 def test_a_rank_that_does_not_come_is_named_on_all_hosts(monkeypatch):
-    """The first rank of its host gives up before the hub does, and tells it."""
+    """The first rank of its host gives up before the hub does, and reports that to the hub."""
     join = channel_setup._join
 
     def join_but_for_one(place, parent, told, **rest):

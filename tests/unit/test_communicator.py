@@ -1,4 +1,4 @@
-"""What communicators have in common: values packed into pieces, bytes of any lengths gathered."""
+"""The common code of communicators: values packed into chunks, bytes of any lengths gathered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sums stand in messages between hosts, and what becomes of the errors of encoding them; no processes."""
+"""The format of sums in messages between hosts, and the errors of encoding them; no processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values_at(address: int, count: int) -> np.ndarray:
 
 
 def send(sums: CodedSums, phase: int, bucket: int, piece: range, values: np.ndarray, weight: float):
-    """What arrives."""
+    """The received values."""
     message = np.full(sums.nbytes(bucket, len(piece)) + 2, 0x5A, np.uint8)
     payload = message.ctypes.data
     values_at(sums.room(phase, bucket, payload), len(piece))[:] = values
@@ -104,7 +104,7 @@ def test_float64_goes_as_it_is():
 
 @pytest.mark.parametrize("host_sizes", [(1, 1, 1), (4, 2, 2), (1, 3, 2)])
 def test_an_error_of_the_sums_of_all_hosts_keeps_its_size_on_hosts_of_any_sizes(host_sizes):
-    """As an error of this host's, it weighs in the mean of all what it weighs as one of that mean."""
+    """The weight of this host's error in the mean of all equals the weight of its own mean."""
     rng, plan = np.random.default_rng(2), plan_of(1 << 20)
     sums = sums_of("topk", plan, num_hosts=3, host_sizes=host_sizes)
     route = plan_route(plan.buckets[0].nbytes // 4, 4, 0, 1, 3)
@@ -126,7 +126,7 @@ def test_an_error_of_the_sums_of_all_hosts_keeps_its_size_on_hosts_of_any_sizes(
 
 
 class HostOfTwo:
-    """The memory of a host: adds what the other rank has of the same parameter."""
+    """The memory of a host: adds the other rank's values of the same parameter."""
 
     def __init__(self, other: CodedSums) -> None:
         self._other, self._index = other, 0
@@ -142,7 +142,7 @@ def test_errors_go_to_the_ranks_that_send_the_values_now(num_hosts):
     old = [sums_of("topk", plan_of(1 << 20), place, 2, num_hosts) for place in range(2)]
     wanted = [np.zeros(numel, np.float32) for numel in SIZES]
     for sums in old:
-        for unused in ((), (1,)):  # what is set aside moves, too
+        for unused in ((), (1,)):  # values that are set aside move, too
             for phase in range(1 if num_hosts == 2 else 2):
                 route = sums._routes[0]
                 pieces = route.part_of(0) if phase else [p for part in route.parts for p in part]

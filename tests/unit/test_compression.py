@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of
 
 
 def whole_values(values: Array, error: Array, factor: float) -> Array:
-    """What is to be sent: in float32, and within its range."""
+    """The values to be sent: in float32, and within its range."""
     huge = np.float32(2.0**127)
     whole = np.clip(np.clip(values * np.float32(factor), -huge, huge) + error, -huge, huge)
     return np.where(np.isfinite(values), whole, np.where(np.isnan(values), np.float32(np.nan), values))
@@ -60,7 +60,7 @@ def expected_block(sent: Array) -> bytes:
 
 
 def expected_top_values(sent: Array) -> bytes:
-    """Of the largest magnitudes, without the last 8 bits of the mantissa; the first of equal ones."""
+    """The indices of the largest magnitudes, without 8 bits of the mantissa; the first of equal ones."""
     magnitude = (np.abs(sent).view(np.uint32) & 0x7FFFFFFF) >> 8
     largest = sorted(range(len(sent)), key=lambda place: (-int(magnitude[place]), place))[:TOP_VALUES]
     places = np.array(largest + [0] * (TOP_VALUES - len(largest)), np.uint8)
@@ -102,7 +102,7 @@ def expected_values(encoding: int, codes: bytes, count: int) -> Array:
 
 @dataclass
 class Sent:
-    """What one instruction set makes of values; the mean is that of several ranks with the same."""
+    """The results of one instruction set for values; the mean is that of several ranks with the same."""
 
     codes: bytes
     mean: bytes
@@ -239,7 +239,7 @@ def test_an_error_that_is_kept_comes_along_whatever_buckets_come_and_go() -> Non
     first, second, third = object(), object(), object()
 
     def send(bucket: int, parameters: list[object], value: float) -> None:
-        """Each of two values per parameter; bfloat16 keeps the part of it below 2**-8."""
+        """For each of two values per parameter; bfloat16 keeps the error below 2**-8 of it."""
         values = np.full(2 * len(parameters), value, np.float32)
         row = codes.rows(values.size, 1)[0]
         codes.encode(bucket, parameters, [2] * len(parameters), values.ctypes.data, 1.0, row)([])

@@ -1,4 +1,4 @@
-"""Connections that end: the other side gets what was sent before, whatever it sends meanwhile."""
+"""Connections that end: the other side receives all earlier data, whatever it sends meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NBYTES = 400_000
 
 @contextlib.contextmanager
 def two_ends():
-    """A connection whose second end takes little before somebody reads there."""
+    """A connection whose second end accepts little data before a thread reads there."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         one = socket.create_connection(server.getsockname())

@@ -1,5 +1,6 @@
-"""The control channel: failures of one rank reach all others, and who does not fit is refused. Ranks are
-threads of this process, each with connections of its own.
+"""The control channel: failures of one rank reach all others, and a rank that does not fit is refused.
+
+Ranks are threads of this process, each with its own connections.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Exchange:
 
 
 def form(facts=None, secrets=None, timeout_s=60.0, hosts=HOSTS, outcomes=None):
-    """The channel of each rank, or the error that it got; written into `outcomes` as soon as it is there."""
+    """The channel of each rank, or its error; written into `outcomes` as soon as it is there."""
     count = sum(map(len, hosts))
     together = Together(count)
     outcomes = [None] * count if outcomes is None else outcomes
@@ -126,15 +127,15 @@ def channels():
 
 
 def kill(channel):
-    """What the kernel does to the connections of a process that is killed."""
-    channel._is_closed = True  # its thread dies first, and says nothing any more
+    """Do as the kernel does to the connections of a process that is killed."""
+    channel._is_closed = True  # its thread dies first, and sends nothing any more
     for connection in list(channel._connections.values()):
         with contextlib.suppress(OSError):  # the thread has closed it already
             connection.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Waiter:
-    """Waits for something else, and is called."""
+    """Waits for an event, and is called."""
 
     def __init__(self, channel):
         self.called = threading.Event()
@@ -169,7 +170,7 @@ def test_a_death_is_known_to_all_others(channels, dead):
         error = channel.wait(30.0)
         assert isinstance(error, PeerLostError) and error.lost == (dead,)
         who = f"ank {dead} of 4 on host node{dead // 2}"
-        # A beat that comes to a closed end resets the connection: whoever sent it reads that, and not an end.
+        # A beat to a closed end resets the connection: its sender then reads a reset, and not an end.
         assert error.summary in (f"R{who} died.", f"The connection to r{who} was reset.")
         assert f"pid {100 + dead}" in error.seen
         assert waiter.called.wait(30.0) and waiter.error is error
@@ -217,7 +218,7 @@ def test_who_leaves_in_good_order_is_no_failure(channels):
         time.sleep(0.01)
     assert [each.rank for each in channels[1].left] == [3]
     assert channels[1].wait(0.2) is None
-    channels[2].report_failure(ValueError("afterwards"))  # the others go on
+    channels[2].report_failure(ValueError("afterwards"))  # the others continue
     assert "afterwards" in channels[1].wait(30.0).seen
 
 
@@ -229,14 +230,14 @@ def test_who_asks_to_be_called_after_a_failure_is_called(channels):
 
 def test_a_channel_that_nobody_holds_leaves(channels):
     gone = channels[3]._thread
-    channels[3] = channels[2]  # the last reference, but for the thread's in its turns
+    channels[3] = channels[2]  # the last reference, except for the thread's in its turns
     gone.join(30.0)
     assert not gone.is_alive()
     assert channels[1].wait(0.2) is None
 
 
 def waits_of(channel):
-    """The waits of rank 1 for an engine that never ends its work."""
+    """The waits of rank 1 for a process group that never completes."""
     return ProcessGroupWaits(
         1,
         4,
@@ -364,7 +365,7 @@ def test_unknown_peers_do_not_disturb(monkeypatch):
 
 
 def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
-    """Rank 3 finds nobody at any address."""
+    """Rank 3 reaches no process at any address."""
     join = channel_setup._join
     monkeypatch.setattr(
         channel_setup,
@@ -382,7 +383,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
 
 
 def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
-    """An unknown peer answers once at the address of rank 0, and afterwards nobody does."""
+    """An unknown peer answers once at the address of rank 0, and afterwards no process does."""
     join, unknown_peer = channel_setup._join, socket.create_server(("127.0.0.1", 0))
 
     def answer_once():
@@ -449,7 +450,7 @@ def test_what_is_altered_repeated_or_left_out_is_noticed():
     "secret, words", [pytest.param(SECRET, "TLS", marks=needs_openssl), (b"", "altered")]
 )
 def test_a_member_that_speaks_without_the_key_is_lost(secret, words):
-    """As somebody between the hosts would, who has the connection and not the secret."""
+    """Like an attacker between the hosts, who has the connection and not the secret."""
     with formed(secret) as channels:
         channels[3]._connections[0].socket.send(frame(Frame.FAILED, bytes(100)))
         error = channels[1].wait(30.0)
@@ -460,10 +461,10 @@ def test_a_member_that_speaks_without_the_key_is_lost(secret, words):
 
 
 class Eavesdropper:
-    """Stands between rank 3 and the hub, and hears all that they say.
+    """Stands between rank 3 and the hub, and receives all their messages.
 
     Args:
-        change: What it makes of each piece that comes from the hub.
+        change: Changes each chunk that comes from the hub.
     """
 
     def __init__(self, monkeypatch, change=lambda piece: piece):
@@ -522,7 +523,7 @@ def test_who_listens_reads_nothing_if_there_is_a_secret(secret, monkeypatch):
 
 @needs_openssl
 def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
-    """Somebody between the hosts takes the certificate out of the welcome."""
+    """An attacker between the hosts removes the certificate from the welcome."""
 
     def strip(piece):
         if piece[0] != Frame.WELCOME:
@@ -536,7 +537,7 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
     outcomes = form()
     assert isinstance(outcomes[3], RendezvousError)
     assert "does not know the secret of rank 3" in outcomes[3].seen
-    # All of them first: who leaves hears no more.
+    # All of them first: a rank that leaves receives nothing more.
     assert [each.wait(30.0).lost for each in outcomes[:3]] == [(3,)] * 3
     for each in outcomes[:3]:
         each.close()
@@ -545,7 +546,7 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
 
 @needs_openssl
 def test_a_connection_that_cannot_be_encrypted_is_reported_at_once(monkeypatch):
-    """Somebody between the hosts changes what the hub says of its key, when it has welcomed the rank."""
+    """An attacker between the hosts changes the hub's key after it has welcomed the rank."""
 
     def change(piece):
         return piece[:-1] + b"?" if piece[0] == TLS_HANDSHAKE else piece
@@ -562,7 +563,7 @@ def test_a_connection_that_cannot_be_encrypted_is_reported_at_once(monkeypatch):
 
 @needs_openssl
 def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
-    """One of them stops in the middle of the start; the others hear each other, and later so does it."""
+    """One rank stops in mid-start; the others receive each other's messages, and later so does it."""
     encrypt, goes_on, counted = channel_setup._encrypt, threading.Event(), itertools.count()
 
     def encrypt_late(*arguments):
@@ -615,7 +616,7 @@ def test_what_a_signal_handler_tells_in_the_midst_of_sending_comes_whole(channel
 
     def interrupted(kind, text):
         found = say(kind, text)
-        for inner in others:  # by the handler, before what was said is on its way
+        for inner in others:  # by the handler, before the earlier message is sent
             channels[2]._send(0, Frame.BEAT, inner)
         return found
 
@@ -657,7 +658,7 @@ def test_a_hub_that_leaves_before_a_rank_can_hear_it_has_left_all_the_same(monke
     for each in outcomes[1:]:
         until(lambda each=each: each.left or each.failure)
         assert each.failure is None and [member.rank for member in each.left] == [0]
-    for each in outcomes[1:]:  # only now: a hub that is still about to leave passes on who else leaves
+    for each in outcomes[1:]:  # only now: a hub that is still about to leave passes other departures on
         each.close()
 
 
@@ -804,7 +805,7 @@ def test_a_silence_that_is_none_is_refused(text):
         allowed_silence_s({"PACELINE_SILENCE_S": text})
 
 
-# --- what ranks report ---
+# --- reports of ranks ---
 
 
 class Watcher:
@@ -873,7 +874,7 @@ def test_a_report_is_dropped_where_another_one_waits(channels):
 
 
 def test_a_rank_that_another_one_has_lost_is_gone_for_who_watches(channels):
-    """Whoever hears of a death first tells it; the hub may end before it sees the connection end."""
+    """The first rank to notice a death reports it; the hub may end before it sees the connection end."""
     watcher = Watcher()
     channels[0].watch(watcher)
     channels[2].report_failure(PeerLostError("Rank 3 died.", lost=(3,)))
@@ -888,10 +889,10 @@ def test_what_the_hub_itself_has_lost_is_gone_for_who_watches(channels):
 
 
 def reset(channels, *ranks):
-    """What a firewall does to the connections of ranks, or the kernel where one died with data unread.
+    """Reset the connections of ranks, as a firewall does, or the kernel if one died with unread data.
 
-    The hub sees all of it together, however long the threads of the others take, and sends a beat before it
-    has read what became of the connections: the kernel tells an error once, to the beat.
+    The hub sees all resets together, however long the threads of the others take. It sends a beat before it
+    has read the state of the connections: the kernel reports an error once, to the beat.
     """
     with channels[0]._lock:
         close_by_reset(channels, *ranks)
@@ -948,7 +949,7 @@ class Withheld:
 
 
 def test_a_reset_that_another_thread_has_met_and_not_noted_yet_is_no_death(channels):
-    """A thread that sends holds the lock, and the kernel tells a reset once: here to that thread."""
+    """A thread that sends holds the lock, and the kernel reports a reset once: here to that thread."""
     hub = channels[0]
     with hub._lock:
         link = hub._connections[2].socket = Withheld(hub._connections[2].socket)
@@ -969,7 +970,7 @@ def test_a_reset_that_another_thread_has_met_and_not_noted_yet_is_no_death(chann
 
 
 def test_ranks_of_a_host_are_asked_at_once_where_one_is_reset(channels, monkeypatch):
-    """A firewall that has forgotten the connections of a host resets each one when it next sees a segment."""
+    """A firewall that has forgotten the connections of a host resets each one at its next segment."""
     monkeypatch.setattr(control_channel, "_RESET_GRACE_S", 3.0)  # the machine may be busy
     with channels[0]._lock:
         channels[0]._beats_at_s = math.inf  # none is due soon
@@ -994,7 +995,7 @@ def test_ranks_of_a_host_are_asked_at_once_where_one_is_reset(channels, monkeypa
 def test_a_rank_whose_connection_is_reset_while_its_host_acknowledges_nothing_is_not_said_to_have_died(
     channels, monkeypatch
 ):
-    """The other end of a link that is cut in one direction resets what it gives up."""
+    """The other end of a link that is cut in one direction resets the connections that it gives up."""
     monkeypatch.setattr(control_channel, "unconfirmed_bytes", lambda _: 1000)
     for each in channels:
         each._silence_s = 1.0
@@ -1006,7 +1007,7 @@ def test_a_rank_whose_connection_is_reset_while_its_host_acknowledges_nothing_is
 
 
 def test_all_connections_with_a_silent_host_end_together(channels, monkeypatch):
-    """One that were left over would hear the other kernel send again, long after the rank there has ended."""
+    """A remaining connection would receive retransmissions long after the rank there has ended."""
     with channels[0]._lock:
         monkeypatch.setattr(channels[0]._arrivals, "silent", lambda *_: [2])
         channels[0]._looks_at_s = 0.0
@@ -1021,7 +1022,7 @@ def test_all_connections_with_a_silent_host_end_together(channels, monkeypatch):
 
 
 def test_no_kernel_gives_up_a_connection_before_its_host_counts_as_silent(channels):
-    """By itself it would, after some ten probes, while other connections show that the host is there."""
+    """By itself it would, after some ten probes, while other connections show that the host is alive."""
     for each in channels:
         for connection in each._connections.values():
             gives_up_ms = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)

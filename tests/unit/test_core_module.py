@@ -1,4 +1,4 @@
-"""The built core as a library: what it exports, uses and holds; and the control groups that it reads."""
+"""The built core as a library: its exports, imports and size; and the control groups that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`_core.pyi` tells type checkers what the core has; here it is compared with what the core does have."""
+"""`_core.pyi` describes the core for type checkers; here it is compared with the built core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDe
 
 @dataclass(frozen=True)
 class Signature:
-    """What a caller has to know: how many have no names, the names in order, how many may be left out."""
+    """The facts that a caller has to know: number of positional arguments, names in order, optional ones."""
 
     num_unnamed: int
     names: tuple[str, ...]
@@ -40,13 +40,13 @@ def signature_of(node: ast.FunctionDef) -> Signature:
 
 
 def signatures_in(function: Any) -> list[Signature]:
-    """Those that nanobind has bound, one per overload."""
+    """The signatures that nanobind has bound, one per overload."""
     found = []
     overloads = function.__nb_signature__
     for text, _, _ in overloads:
-        text = re.sub(r"\\\d+", "None", text)  # a default is told apart
+        text = re.sub(r"\\\d+", "None", text)  # only the presence of a default is compared
         node = ast.parse(f"{text}: ...").body[0]
-        # From another type, when that is given instead.
+        # From another type, if that is given instead.
         is_conversion = len(overloads) > 1 and len(node.args.posonlyargs) == 2
         found += [] if is_conversion else [signature_of(node)]
     return found
@@ -96,7 +96,7 @@ def test_methods_have_the_arguments_of_the_stub(name):
         attribute = vars(bound)[method]
         if is_property(nodes[0]):
             assert isinstance(attribute, property), method
-        elif method == "__init__" or not method.startswith("__"):  # others get what Python gives them
+        elif method == "__init__" or not method.startswith("__"):  # others get Python's defaults
             got, expected = signatures_in(attribute), [signature_of(node) for node in nodes]
             wrong += [(method, got, expected)] if got != expected else []
     assert not wrong

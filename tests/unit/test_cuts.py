@@ -1,4 +1,4 @@
-"""Pieces of parameters: every element dealt once, evenly, and never cut where that would change a bit."""
+"""Shards of parameters: every element dealt once, evenly, and never cut where that would change a bit."""
 
 from __future__ import annotations
 

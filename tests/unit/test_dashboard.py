@@ -1,4 +1,4 @@
-"""The page of a running job: who may read it, what it is told, its history, and figures for Prometheus."""
+"""The page of a running job: the right to read it, its events, its history, and figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|Inf)|NaN", re.I)
 
 
 def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """By the specification of the text format, version 0.0.4; anything else in it fails."""
+    """By the specification of the text format, version 0.0.4; any other line fails."""
     assert text.endswith("\n")
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     kinds: dict[str, str] = {}
@@ -221,7 +221,7 @@ def test_names_of_this_machine_are_served(page, host: str):
 def test_the_page_needs_nothing_from_elsewhere_and_may_load_nothing(page):
     _, text, answer = ask(page[0], f"/?token={TOKEN}")
     addresses = set(re.findall(r"https?://[^\s\"'<>]+", text))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which is not loaded
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which is not resolved
     assert not re.search(r"<(link|img|iframe|script src)|@import|url\(", text)
     policy = answer.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
@@ -237,7 +237,7 @@ def test_metrics_are_served_as_prometheus_asks(page):
 
 
 def events(port: int) -> Iterator[tuple[str, dict]]:
-    """What a browser is told, by the specification of server-sent events."""
+    """The events that a browser receives, by the specification of server-sent events."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     connection.request("GET", f"/events?token={TOKEN}")
     answer = connection.getresponse()
@@ -263,7 +263,7 @@ def test_a_browser_is_told_all_then_what_is_new_then_the_end(page):
 
 
 def test_connections_without_the_token_keep_nobody_from_reading(page):
-    """Two for each that there may be, which send a byte now and then."""
+    """Two for each permitted connection, which send a byte now and then."""
     port, feed, _ = page
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
     try:
@@ -277,7 +277,8 @@ def test_connections_without_the_token_keep_nobody_from_reading(page):
         slow += [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
         assert ask(port, "/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
         feed.look()
-        # Who has shown the token is not sent away for others. A busy machine may have had to "wait".
+        # A connection that has shown the token is not closed for others. A busy machine may have had to
+        # "wait".
         assert next(name for name, _ in told if name != "wait") == "now"
     finally:
         for each in slow:
@@ -285,12 +286,12 @@ def test_connections_without_the_token_keep_nobody_from_reading(page):
 
 
 def test_a_connection_without_the_token_gets_one_answer(page):
-    """However many requests it has sent: to answer all of them would keep the page from others."""
+    """However many requests it has sent: answering all of them would keep the page from others."""
     port, *_ = page
     with socket.create_connection(("127.0.0.1", port), timeout=240) as asking:
         asking.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
         answers = b""
-        with contextlib.suppress(ConnectionResetError):  # because of what was not read, and perhaps at once
+        with contextlib.suppress(ConnectionResetError):  # because of unread data, and perhaps at once
             while piece := asking.recv(1 << 16):
                 answers += piece
     assert answers.count(b"HTTP/1.1 403") <= 1
@@ -309,7 +310,7 @@ def test_who_asks_for_too_long_is_sent_away(page, monkeypatch):
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has ended it, within the connection's time-out."""
+    """True if the other side has ended it, within the connection's time-out."""
     try:
         return not connection.recv(1)
     except TimeoutError:
@@ -318,7 +319,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize("path", ["/", "/events"])
 def test_connections_that_read_no_answer_keep_nobody_from_reading(page, path: str):
-    """Even with the token: the oldest goes."""
+    """Even with the token: the oldest is closed."""
     unread = []
     try:
         for _ in range(40):
@@ -371,7 +372,7 @@ def test_a_real_browser_shows_the_job(page, tmp_path_factory):
     try:
         browser.open(f"http://127.0.0.1:{port}/?token={TOKEN}")
         text = browser.until("document.querySelector('#ranks tr') && document.body.innerText")
-        # What comes from the job is text, and never a part of the page.
+        # Text that comes from the job is never interpreted as markup.
         assert '<b>"loss"</b>' in text and "ValueError: <script>boom</script>" in text
         assert browser.evaluate("document.querySelectorAll('main b b, main script').length") == 0
         assert "2 gradients were not finite, first on rank 0" in text

@@ -1,4 +1,4 @@
-"""What torch's class promises of its constructor and names, ours does; without a second process."""
+"""Paceline's class keeps the promises of torch's for its constructor and names; without a second process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(**arguments: Any) -> Any:
     reason="torch before 2.7 can be told what not to trace by its compiler alone",
 )
 def test_a_step_does_not_import_the_compiler() -> None:
-    """It takes seconds, on every rank. One rank averages, and so has passes, if it is to raise on a NaN."""
+    """It takes seconds, on every rank. A single rank averages, with hooks, if it is to raise on a NaN."""
     code = """
         import sys, torch
         from paceline.torch import DistributedDataParallel
@@ -121,7 +121,7 @@ def test_check_reduction_and_one_device_are_accepted() -> None:
 
 
 def test_nothing_of_torchs_class_is_inherited_by_accident() -> None:
-    """It would run on state that our class does not have."""
+    """It would run on state that Paceline's class does not have."""
     own = {
         "train",
         "_active_ddp_module",

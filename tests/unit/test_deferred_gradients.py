@@ -1,4 +1,4 @@
-"""What is delayed is handed over at the trigger, in whichever memory gradients are averaged."""
+"""Deferred gradients are handed over at the trigger, in whichever memory gradients are averaged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
     late = DeferredGradients(state, handed.append, delayed, is_learning=False, part=parted.extend)
     trigger = late.with_trigger(lambda _: handed.append(TRIGGER))
     for _ in range(2):
-        for _ in range(2):  # the gradient comes in two parts
+        for _ in range(2):  # the gradient comes in two contributions
             late.hook(DELAYED)(gradient)
         assert handed == []
         trigger(gradient)
         late.end_backward()
         assert handed == [TRIGGER, DELAYED]
         handed.clear()
-    assert parted == [DELAYED, DELAYED]  # once in each backward, behind the first part
+    assert parted == [DELAYED, DELAYED]  # once in each backward, after the first contribution

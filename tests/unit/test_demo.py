@@ -1,4 +1,4 @@
-"""What examples/demo.py says of its runs, which tests/pages/test_examples.py makes."""
+"""The report of examples/demo.py on its runs; tests/pages/test_examples.py makes them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ if {crashes}:
 def try_script(
     demo: ModuleType, folder: Path, *, is_incumbent: bool, limit_s: float = 240, **does: bool
 ) -> tuple:
-    """What the demo makes of a script, how often it was started, and what is told."""
+    """The demo's result for a script, how often it was started, and the printed lines."""
     script = folder / "script.py"
     script.write_text(SCRIPT.format(**{"waits": False, "writes": False, "crashes": False, **does}))
     framework = dataclasses.replace(demo.FRAMEWORKS["paddle"], script=script)

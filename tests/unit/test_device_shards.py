@@ -1,4 +1,4 @@
-"""Shards of buckets on devices: which elements they are, and what waits for what."""
+"""Shards of buckets on devices: their elements, and their waits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_shards_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
         numel = bucket.nbytes // section.itemsize
         count = shard.nbytes // section.itemsize
         assert numel <= count * num_ranks < numel + num_ranks
-        # All that no gradient has is a gap of somebody, and nothing else.
+        # The gap after a bucket's gradients belongs to some shard, and no other element is left over.
         begin = (bucket.begin_byte - plan.sections[bucket.section].begin_byte) // section.itemsize
         held = {
             element - begin for _, first, last in pieces_of(plan, number) for element in range(first, last)
@@ -63,7 +63,7 @@ def test_the_shards_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
 
 
 class Exchange:
-    """In place of the reducer that exchanges shards: writes down what it is told."""
+    """Replaces the reducer that exchanges shards, and records its calls."""
 
     def __init__(self) -> None:
         self.log: list[object] = []

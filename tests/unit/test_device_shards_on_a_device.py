@@ -1,7 +1,7 @@
-"""Shards of buckets on a device without a device: which stream does what, and that the host waits for none.
+"""Shards of buckets on a simulated device: the stream of each operation; the host waits for none.
 
 Tensors of a device are those of torch's "meta", which have no values: asking for one raises. See
-test_gradients_on_a_device.py, whose stand-ins write down what is done.
+test_gradients_on_a_device.py, whose stand-ins record their calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAIT_S = 20.0
 
 
 class Copies:
-    """On a stream of their own. What comes to the host is there when the test says so."""
+    """On a separate stream. Copies to the host complete when the test says so."""
 
     def __init__(self, device: Device) -> None:
         self._device, self.are_there = device, threading.Event()
@@ -57,7 +57,7 @@ class Copies:
 
 
 class Calls:
-    """Of two ranks of a host, over NCCL."""
+    """One of two ranks of a host, over NCCL."""
 
     place, size, is_on_streams = 1, 2, True
 
@@ -96,7 +96,7 @@ class Calls:
 
 
 class Exchange:
-    """In place of the reducer of the shards."""
+    """Replaces the reducer of the shards."""
 
     codes, saw_nonfinite = None, False
 
@@ -110,7 +110,7 @@ class Exchange:
         return 0
 
     def give_up(self, error: BaseException) -> None:
-        """Nobody is to be told."""
+        """No other rank is notified."""
 
     def close(self) -> None:
         self.ready.append(-1)
@@ -179,7 +179,7 @@ def test_nothing_waits_but_streams_and_the_thread_that_takes_the_shards(world):
         )
     ]
     assert world.device.log == out
-    assert world.exchange.ready == []  # nothing has come yet, and the backward is through
+    assert world.exchange.ready == []  # no copy is complete yet, and the backward is over
     world.device.log.clear()
     world.copies.are_there.set()
     status = BackwardStatus()
@@ -195,7 +195,7 @@ def test_the_memory_of_shards_goes_with_the_reducer_that_uses_it(world):
     world.copies.are_there.set()
     hand_over_all(world)
     world.reducer.close()
-    assert world.exchange.ready == [0, 1, -1]  # what is on its way comes before
+    assert world.exchange.ready == [0, 1, -1]  # transfers under way complete first
 
 
 def test_a_graph_that_is_recorded_cannot_hold_it(world, monkeypatch):

@@ -1,4 +1,4 @@
-"""`paceline doctor` on machines that are made up, under limits that are real, and as it is called."""
+"""`paceline doctor` on simulated machines, under real limits, and as a command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(root, files):
 
 
 def run(*arguments, limits="", **variables):
-    """The command, after `ulimit`s, without a launcher's variables but for those given."""
+    """The command, after `ulimit`s, without a launcher's variables except the given ones."""
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = f"{limits} exec {sys.executable} -m paceline doctor {' '.join(arguments)}"
     return subprocess.run(

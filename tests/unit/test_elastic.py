@@ -1,4 +1,4 @@
-"""`paceline run --nnodes`: what torch's agent is told; real hosts: tests/hosts/test_launchers.py."""
+"""`paceline run --nnodes`: the options of torch's agent; real hosts: tests/hosts/test_launchers.py."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_reported_before(tmp_path: P
 def test_what_is_seen_of_the_ranks_is_reported_when_the_agent_has_ended(
     tmp_path: Path, ends: str, status: int, told: str
 ) -> None:
-    """In a process of its own, because it takes the signals of that."""
+    """In a separate process, because it sets that process's signal handlers."""
     program = f"""
 import os, sys
 from paceline.launch.elastic import Elastic, _RendezvousPoint, _run_watched, _Watch
@@ -166,4 +166,4 @@ sys.exit(_run_watched(agent, os.environ, watch, master_address))
         [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", f"{told}the trace of us\n")
-    assert not (tmp_path / "folder").exists()  # nobody has recorded anything
+    assert not (tmp_path / "folder").exists()  # no process has recorded anything

@@ -137,7 +137,7 @@ def test_srun_that_speaks_pmi_is_slurm_still() -> None:
 
 
 def test_mpiexec_within_an_allocation_of_slurm_is_mpich() -> None:
-    # The proxies are tasks of a step of their own, which the ranks inherit.
+    # The proxies are tasks of a separate step, which the ranks inherit.
     env = read_rank_environment(SLURM | MPIEXEC | {"PACELINE_MPIEXEC": "gpu07:38899"})
     assert (env.rank, env.world_size, env.job_id) == (1, 4, "mpiexec-gpu07:38899")
 
@@ -208,7 +208,7 @@ def test_half_set_variables_are_listed_with_what_is_missing(
     ],
 )
 def test_what_is_said_to_a_process_without_a_rank(environ: dict[str, str], summary: str, hint: str) -> None:
-    """Not that nothing is set, above a list of what is; nor a pod in the place of a command."""
+    """No message that nothing is set, above a list of variables; nor a pod in the place of a command."""
     with pytest.raises(ConfigError) as caught:
         read_rank_environment(environ)
     assert summary in caught.value.summary

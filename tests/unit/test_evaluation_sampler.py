@@ -1,4 +1,4 @@
-"""EvaluationSampler without processes: parts, and what is said of rows that do not fit."""
+"""EvaluationSampler without processes: shards, and the errors for rows that do not fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Member:
 
 
 def gather_on_all(length: int, world_size: int, rows_of, root: int | None = None) -> list[object]:
-    """What each rank gets, or raises."""
+    """The result or the error of each rank."""
     threads = Threads(world_size)
     results: list[object] = [None] * world_size
 

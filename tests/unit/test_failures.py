@@ -1,4 +1,4 @@
-"""The words of the core's errors: facts in, one exception out."""
+"""The texts of the core's errors: facts in, one exception out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def facts(reason, **details):
 
 
 def without_group(reason, **details):
-    """What is known outside of a group: its making, or a forked child."""
+    """Facts that are known outside of a group: its formation, or a forked child."""
     return {
         "reason": int(reason),
         "culprit": -1,
@@ -223,7 +223,7 @@ def test_of_two_ranks_the_one_with_more_forwards_is_out_of_step(rank):
     error = crossed(at_end, too_many, rank=rank, late=[1 - rank])
     assert (error.late, error.rank) == ((1,), rank)
     assert error.summary.endswith("it waits in another call than rank 0.")
-    # Who has no more data makes no forwards.
+    # A rank that has no more data makes no forwards.
     assert crossed(waiting(0, "backward", 2), waiting(1, "call", 7, forwards=2)).late == (1,)
 
 

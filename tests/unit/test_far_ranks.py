@@ -1,4 +1,4 @@
-"""What ranks of other hosts report, the files that rank 0 writes of it, and what is drawn."""
+"""Reports of ranks on other hosts, the files that rank 0 writes of them, and their display."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_ranks_of_two_hosts_are_shown_together(tmp_path: Path):
 
 
 def test_a_wait_whose_last_rank_is_elsewhere_is_globally_unused_here(tmp_path: Path):
-    """Nobody has reported who came last, and two of four ranks are seen: the later one need not be it."""
+    """Two of four ranks are visible, without a report of the last: the later one need not be the last."""
     windows = [RankWindow(header(rank, "node0"), backwards(10, 60 + 20 * rank, 100)) for rank in range(2)]
     assert snapshot(windows, S).waited_for == {}
 

@@ -1,4 +1,4 @@
-"""A framework that is missing, too old or newer than was tested is named when Paceline's part is imported."""
+"""A framework that is missing, too old or newer than tested is named when Paceline's part is imported."""
 
 from __future__ import annotations
 

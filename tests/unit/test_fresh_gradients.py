@@ -1,4 +1,4 @@
-"""Whether gradients are still those of the last backward, as far as that is seen without reading them all."""
+"""Detects whether gradients are still those of the last backward, without reading them all."""
 
 from __future__ import annotations
 

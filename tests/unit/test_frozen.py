@@ -1,4 +1,4 @@
-"""What ranks report of frozen parameters, and whether they find the same."""
+"""Ranks' reports of frozen parameters, and the comparison of them."""
 
 from __future__ import annotations
 

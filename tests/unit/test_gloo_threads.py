@@ -1,4 +1,4 @@
-"""The wait at the end of a process for threads that Gloo's stand for here: Python threads of that name."""
+"""The wait at exit for threads that Gloo's stand for here: Python threads of that name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_thread_that_is_stuck_is_waited_for_no_longer_than_that(monkeypatch) -
 
 
 def test_a_thread_that_is_ready_to_run_is_waited_for_longer(monkeypatch) -> None:
-    """Where it gets no core it is in the same state as one that computes."""
+    """Without a core it is in the same state as one that computes."""
     monkeypatch.setattr(gloo_threads, "LONGEST_S", 0.3)
     monkeypatch.setattr(gloo_threads, "LONGEST_STARVED_S", 240)
     is_done: list[bool] = []

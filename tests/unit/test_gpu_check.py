@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: what it says, how its parts end, and what its report says."""
+"""`make gpu-check` without a GPU: its messages, the ends of its parts, and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hook in the core hands over what the Python hook would, and leaves to it what is unusual."""
+"""The hook in the core hands over the same as the Python hook, and leaves unusual cases to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 @pytest.fixture(params=[True, False], ids=["", "old-torch"])
 def has_exchange_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the core may read tensors itself; without it, all is as with torch before 2.10."""
+    """Whether the core may read tensors itself; if not, all is as with torch before 2.10."""
     if request.param and not IS_THERE:
         pytest.skip("this torch has no DLPack exchange API")
     monkeypatch.setattr(gradient_hooks, "HAS_EXCHANGE_API", request.param)
@@ -47,7 +47,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Gradient(torch.autograd.Function):
-    """Passes its input on; the gradient becomes what a function makes of it."""
+    """Passes its input on; a function computes the gradient."""
 
     @staticmethod
     def forward(ctx, x, change):
@@ -85,7 +85,7 @@ def wrapped(model: nn.Module, *, view: bool, **options: Any) -> DistributedDataP
 
 
 def hooks_of(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
-    """Those that autograd calls when the gradient has been accumulated; torch has no public name for them."""
+    """The hooks that autograd calls after accumulating a gradient; torch has no public name for them."""
     return list(parameter._post_accumulate_grad_hooks.values())
 
 
@@ -122,7 +122,7 @@ def check_layouts(
     ddp = wrapped(model, **options)
     is_in_core = {isinstance(hook, _core.GradientHook) for p in model.parameters() for hook in hooks_of(p)}
     assert is_in_core == {has_exchange_api}
-    for _ in range(3):  # without zero_grad(): later gradients are added to what is there
+    for _ in range(3):  # without zero_grad(): later gradients are added to the existing ones
         alone(x).backward()
         ddp(x).backward()
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
@@ -156,7 +156,7 @@ def test_the_core_takes_what_is_usual(view: bool) -> None:
 def test_what_waits_to_be_copied_is_read_and_written_once_its_bucket_is_complete(
     group: None, width: int, expected: list[int]
 ) -> None:
-    """A gradient with a history of its own, too: of a backward that can be differentiated again.
+    """Also a gradient with a history: of a backward that can be differentiated again.
 
     The core itself copies small ones, and torch all others of a bucket at once.
     """

@@ -1,4 +1,4 @@
-"""Where gradients lie in the gradient buffer, and which parameters have a place there."""
+"""The places of gradients in the gradient buffer, and the parameters that have one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Gradients on a device without a device: what waits for what; a usual backward does not wait for it.
+"""Gradients on a simulated device: each operation's waits; a usual backward does not wait for it.
 
 Tensors are those of torch's device "meta", which have no values: asking for one, as `.item()` or a copy to
-the host does, raises. Streams, and calls of the process group, are stand-ins that write down what is done.
+the host does, raises. Streams, and calls of the process group, are stand-ins that record their calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COUNT = 4
 
 
 class Stream:
-    """Writes down for whom it waits."""
+    """Records the streams that it waits for."""
 
     def __init__(self, name: str, log: list[str], device: torch.device = DEVICE) -> None:
         self.name, self.device = name, device
@@ -51,7 +51,7 @@ class Device:
 
 
 class OnStream:
-    """A call that runs on a stream: the host need not ask for it, and must not."""
+    """A call that runs on a stream: the host need not query it, and must not."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
@@ -74,7 +74,7 @@ class OnHost:
 
 
 class Reports:
-    """Each rank reports what this one does."""
+    """Each rank reports the same as this one."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -86,7 +86,7 @@ class Reports:
 
 @pytest.fixture
 def make(monkeypatch):
-    """Makes one of two ranks over NCCL: its reducer, its device, and where its gradients lie."""
+    """Makes one of two ranks over NCCL: its reducer, its device, and the places of its gradients."""
     device = Device()
     monkeypatch.setattr(Streams, "of", classmethod(lambda cls, kind: device.streams))
 
@@ -141,7 +141,7 @@ def run_backward(world: SimpleNamespace) -> None:
 
 
 class Later:
-    """Numbers of a device, which come when the test says so."""
+    """Numbers of a device, which arrive when the test says so."""
 
     def __init__(self, number: torch.Tensor) -> None:
         assert number.numel() == 1
@@ -177,7 +177,7 @@ def test_a_tensor_without_values_tells_whoever_asks():
 
 
 def past_the_first_backward(world: SimpleNamespace) -> list[Later]:
-    """The transport's looks at infinities, from its second backward on; what they have under way."""
+    """The transport's checks for infinities, from its second backward on, and the transfers under way."""
     copies: list[Later] = []
 
     def copy(number: torch.Tensor) -> Later:
@@ -199,7 +199,7 @@ def test_a_usual_backward_waits_for_the_host_of_no_rank_longer_than_for_its_repo
     before = world.reports.calls
     for _ in range(3):
         run_backward(world)
-    # one for each backward: the details are asked for if there are any
+    # one for each backward: the details are fetched if there are any
     assert world.reports.calls == before + 3
     assert sum(copy.begun for copy in copies) == (3 if checks_finite else 0)
     assert not any(copy.was_read for copy in copies)
@@ -269,7 +269,7 @@ def test_gradients_that_wait_to_be_copied_keep_their_memory_for_the_stream_that_
 def checks_of(
     *tensors: torch.Tensor, waits: bool = False, buckets: int = 1, gap: int = 0
 ) -> tuple[FiniteChecks, list[list[torch.Tensor]], list[Later]]:
-    """Checks of parameters 0, 1, ... in so many buckets alike; their places there; copies that are made."""
+    """Checks of parameters 0, 1, ... in so many equal buckets; their places there; copies that are made."""
     made, places, copies = [], [], []
     for number in range(buckets):
         flat = torch.zeros(sum(each.numel() + gap for each in tensors), dtype=tensors[0].dtype)
@@ -306,7 +306,7 @@ def test_infinities_are_told_when_the_device_has_answered():
         copy.is_there = True
     assert checks.take() == [0]
     good[0] = 1.0
-    for _ in range(3):  # what was told is forgotten
+    for _ in range(3):  # earlier reports are forgotten
         checks.look(0)
         assert checks.take() == []
         for copy in copies:

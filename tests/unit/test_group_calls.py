@@ -1,7 +1,7 @@
 """Waits for a process group of torch whose tensors are on a device, when a rank is lost; without a device.
 
-The group, its backends and works stand for those of NCCL: a work that waits for a lost rank is never
-completed, unless its backend is aborted.
+The group, its backends and works replace those of NCCL: a work that waits for a lost rank is never completed,
+unless its backend is aborted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITHIN_S = 60.0
 
 
 class Backend:
-    """Of one device; aborting it ends its works."""
+    """The backend of one device; aborting it ends its works."""
 
     def __init__(self) -> None:
         self.is_aborted = threading.Event()
@@ -44,7 +44,7 @@ class Group:
 
 
 class Work:
-    """A call over a backend, of ranks that are all there or not."""
+    """A call over a backend, whose ranks are all there or not."""
 
     def __init__(self, backend: Backend, *, is_done: bool = False) -> None:
         self._backend, self._is_done = backend, is_done
@@ -60,7 +60,7 @@ class Work:
 
 
 class PeerMonitor:
-    """Knows of a rank that is lost, or of none."""
+    """Knows of a lost rank, or of none."""
 
     def __init__(self, known: CollectiveError | None = None) -> None:
         self._known = known
@@ -72,12 +72,12 @@ class PeerMonitor:
         return self._known
 
     def late(self) -> None:
-        """Nobody is known to be late."""
+        """No rank is known to be late."""
 
     silent = late
 
     def publish_waiting(self) -> None:
-        """Nobody hears it."""
+        """No rank receives it."""
 
     publish_done = give_up = publish_waiting
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_late_ends_the_wait_too(calls):
 
 
 def test_two_ranks_on_one_gpu_are_told_to_use_one_each(calls):
-    """In NCCL's words, as torch 2.11 hands them on."""
+    """In NCCL's words, as torch 2.11 passes them on."""
 
     def begin() -> None:
         raise RuntimeError(
@@ -155,7 +155,7 @@ def test_a_good_backward_and_groups_of_the_cpu_are_left_alone(calls):
 
 
 def test_a_rank_that_raised_in_join_is_not_back_from_waiting() -> None:
-    """Others would take it for one that computes, and blame it."""
+    """Otherwise the others would take it for one that computes, and blame it."""
 
     class Joining:
         def naming_the_lost(self):

@@ -15,7 +15,7 @@ from paceline._core import HandedGradients, HookOrder
 
 
 class Gradient:
-    """Something that can be watched going away."""
+    """An object whose deletion can be observed."""
 
 
 INDEX = st.integers(0, 70)
@@ -95,7 +95,7 @@ def test_wrong_keys_raise():
 
 
 class Parameter:
-    """What a framework's parameter shows of its gradient."""
+    """A framework parameter's view of its gradient."""
 
     def __init__(self) -> None:
         self.grad = Gradient()
@@ -106,7 +106,7 @@ def test_it_tells_whose_gradient_is_not_what_was_handed_over():
     parameters = [Parameter() for _ in range(4)]
     handed = HandedGradients()
     handed[0] = parameters[1].grad
-    assert handed.look()[0] == []  # nobody told it where to look
+    assert handed.look()[0] == []  # its places are unknown
     handed.clear()
     handed.watch([*parameters[:3], None], "grad", "version")
     for index in (3, 1, 2):

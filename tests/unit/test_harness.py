@@ -1,4 +1,4 @@
-"""The harness must see what torch's own misses. Each test here is a run that must not pass."""
+"""The harness must see failures that torch's own misses. Each test here is a run that must not pass."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_runs_side_by_side_meet(tmp_path):
 
 
 class Vanishing(UserDict):
-    """Variables of which one is deleted by somebody else, once their names have been listed."""
+    """Variables of which another thread deletes one, after their names have been listed."""
 
     def __iter__(self):
         names = list(self.data)
@@ -386,7 +386,7 @@ def test_processes_of_one_run_share_a_server():
 
 
 def test_what_a_server_prints_can_be_read():
-    """A framework may print while it is imported; an import fails if what it prints is read by nobody."""
+    """A framework may print while it is imported; an import fails if no process reads its output."""
     ((stdout, stderr),) = run(programs.outputs_of_the_server, 1, framework="numpy")
     assert stdout == stderr
 

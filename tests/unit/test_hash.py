@@ -1,4 +1,4 @@
-"""Hashes of memory, against the specification of XXH64 written out again."""
+"""Hashes of memory, against an independent implementation of the XXH64 specification."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The reducer between hosts against plain arithmetic: ranks are threads, links are queues in this process.
 
-Hosts of any sizes: which ranks have a shard, whose report travels beside whose, and which bits come out.
+Hosts of any sizes: the ranks that have a shard, the pairing of reports, and the resulting bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYOUTS: list[Layout] = [
 
 
 VALUES_BYTES = [1, 1 << 14]
-"""So large a shard travels as gradients: any, or that of full buckets of 16 KiB, between small ones."""
+"""A shard of this size is sent as gradients: any, or that of full buckets of 16 KiB, between small ones."""
 
 
 def make_plan(cap: int) -> Plan:
@@ -70,7 +70,7 @@ class Sync:
 
 
 class Crossing:
-    """A message, once both ends have begun it. It is read as late as may be: when one of them waits."""
+    """A message, once both ends have begun it. It is read as late as possible: when one of them waits."""
 
     def __init__(self) -> None:
         self.sent: Message | None = None
@@ -152,11 +152,11 @@ class Transport:
         return f"rank {self.ranks[host]} (host {host})"
 
     def abort(self) -> None:
-        """Whoever waits gives up at the deadline."""
+        """A rank that waits gives up at the deadline."""
 
 
 class NoFailures:
-    """A control channel that has nothing to tell."""
+    """A control channel without failures."""
 
     failure = None
     activity = Activity()
@@ -168,17 +168,17 @@ class NoFailures:
         raise AssertionError(error)
 
     def wait(self, timeout_s: float) -> None:
-        """Nobody has reported anything."""
+        """No rank has reported anything."""
 
     def late(self, *, is_silent: bool) -> None:
-        """Everybody answers."""
+        """All ranks answer."""
 
 
 class Failures(NoFailures):
-    """A control channel to nobody."""
+    """A control channel to no rank."""
 
     def report_failure(self, error: BaseException) -> None:
-        """All others come to it by themselves."""
+        """All others reach this point by themselves."""
 
 
 class World:
@@ -264,7 +264,7 @@ def place_of(reducer: HierarchicalReducer, plan: Plan, param: int) -> np.ndarray
 def means(
     layout: Layout, cap: int, weights: Sequence[float], steps: int = 2, *, is_exact: bool = False
 ) -> list[list[bytes]]:
-    """What each rank's gradient buffer holds after each backward."""
+    """The contents of each rank's gradient buffer after each backward."""
     world = World(layout, cap, is_exact=is_exact)
 
     def train(rank: int, reducer: HierarchicalReducer) -> list[bytes]:
@@ -326,7 +326,7 @@ def test_what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused(la
 
 @pytest.mark.parametrize("phase", [0, 1])
 def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
-    """Else three links of four are idle while all send to the first host."""
+    """Otherwise three links of four are idle while all send to the first host."""
     world = World([[0], [1], [2], [3]], 1 << 22)
     assert len(world.plan.buckets) == 1 and len(plan_route(sum(COUNTS), 4, 0, 1, 4).parts) == 4
 
@@ -433,7 +433,7 @@ def test_more_hosts_than_the_core_adds_at_once(cap: int, monkeypatch: pytest.Mon
 
 
 def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what is sent nor the means that come have another place than the gradient buffer."""
+    """Both the sent gradients and the received means lie in the gradient buffer, without copies."""
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     world = World([[0], [1]], 1 << 22)
     gradient_buffers: dict[int, tuple[int, int]] = {}
@@ -484,7 +484,7 @@ def test_a_backward_of_gradients_that_travel_as_they_are_has_three_headers(
 
 @pytest.mark.parametrize("layout", [[[0], [1]], [[0, 1], [2, 3]]], ids=["gradients as they are", "sums"])
 def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tags come again after some plans, and pair then; the first header tells."""
+    """Tags repeat after some plans, and then match; the first header reveals the mismatch."""
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     assert wire.tag_of(0, 0, 0, 1) == wire.tag_of(0, 0, 0, 9)
     generations = [1 if rank in layout[0] else 9 for rank in range(sum(map(len, layout)))]
@@ -497,7 +497,7 @@ def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: p
             for param in (2, 1, 0):
                 reducer.mark_ready(param)
             reducer.finish(BackwardStatus(1), False)
-        # What it has given is its own: the largest bucket holds no mean.
+        # Its sums are unchanged: the largest bucket holds no mean.
         assert (place_of(reducer, world.plan, 1) == gradient(rank, 0, 1)).all()
 
     world.run(one_backward)
@@ -508,7 +508,7 @@ def test_a_host_that_tells_another_weight_within_a_backward_is_noticed(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
-    # Two buckets, each of several pieces of sums: the last header beside gradients is not the first one.
+    # Two buckets, each of several chunks of sums: the last header beside gradients is not the first one.
     monkeypatch.setattr(hierarchical, "plan_route", functools.partial(plan_route, piece_bytes=1 << 12))
     world = World(layout, 1 << 17, control=Failures)
     write, last = wire.Envelope.write, len(world.plan.buckets) - 1
@@ -535,7 +535,7 @@ def test_a_host_that_tells_another_weight_within_a_backward_is_noticed(
 def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
     element: int, values_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever gets a mean from its owner has not seen the sum."""
+    """A rank that receives a mean from its owner has not seen the sum."""
     monkeypatch.setattr(routes, "VALUES_BYTES", values_bytes)
     world = World([[0], [1]], 1 << 14)
     assert len(world.plan.buckets) > 3

@@ -1,4 +1,4 @@
-"""What travels between hosts: routes as data, headers, sums of weights, failures in words."""
+"""The data between hosts: routes, headers, sums of weights, failures in words."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def test_routes_cover_a_bucket_once(
         pieces = [piece for part in route.parts for piece in part]
         assert [i for piece in pieces for i in piece] == list(route.shard)
         assert all(len(piece) * itemsize <= max(piece_bytes, 16 * itemsize) for piece in pieces)
-        assert all(part for part in route.parts)  # a message says more than it carries
-        # What the host with the most blocks sends, to all others: everything, or parts and its own sums.
+        assert all(part for part in route.parts)  # a message has more than its payload
+        # The data that the host with the most blocks sends, to all others: everything, or blocks and its own
+        # sums.
         nbytes, most = len(route.shard) * itemsize * (num_hosts - 1), max(num_blocks)
         is_small = nbytes * most * num_hosts - nbytes * (most + 1) <= ONE_ROUND_BYTES * num_hosts
         assert route.is_one_round == is_small
@@ -65,7 +66,7 @@ def test_two_hosts_of_several_blocks_send_the_same(one: int, other: int, most: f
     )
     sent = [one * second + first, other * first + second]  # each block to the owner, then the sum
     assert max(sent) == pytest.approx(most, rel=1e-3)
-    small = plan_route(100_000, 4, 0, 1, 2, num_blocks=(one, other))  # one piece waits for the other
+    small = plan_route(100_000, 4, 0, 1, 2, num_blocks=(one, other))  # one chunk waits for the other
     assert abs(len(small.parts[0][0]) - len(small.parts[1][0])) <= 16
 
 
@@ -189,7 +190,7 @@ def test_sizes_of_exact_blocks() -> None:
 
 
 def by_host(placed: list[int]) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their lowest ranks, where rank r is on host placed[r]."""
+    """The ranks of each host, hosts in the order of their lowest ranks, if rank r is on host placed[r]."""
     hosts = list(dict.fromkeys(placed))
     return [[rank for rank, host in enumerate(placed) if host == each] for each in hosts]
 
@@ -231,7 +232,7 @@ def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError 
 )
 def test_a_long_text_reaches_others_cut(error: Exception) -> None:
     packed = pack_failure(error, 3)
-    assert len(packed.encode()) < 1024  # what one rank of a host can report to the others
+    assert len(packed.encode()) < 1024  # the reports that one rank of a host can pass to the others
     told = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)))
     assert isinstance(told, PeerLostError)
     if isinstance(error, ValueError):

@@ -1,4 +1,4 @@
-"""A library of a version that Paceline's part for it was not tested with is named, once, and works on."""
+"""A library of a version that Paceline's part for it was not tested with is named, once, and still works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other with the end of a backward, and what is made of it."""
+"""The notes that ranks exchange at the end of a backward, and the conclusions from them."""
 
 from __future__ import annotations
 

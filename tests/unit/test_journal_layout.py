@@ -1,4 +1,4 @@
-"""Where everything of a journal lies: no two things in one place, and every element in one block."""
+"""The layout of a journal: no two items in one place, and every element in one block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encoding keeps of gradients from one backward to the next, against sums in float64; no processes."""
+"""The error that encoding keeps from one backward to the next, against sums in float64; no processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ each_encoding = pytest.mark.parametrize(
 
 
 class Sender:
-    """One rank that sends all pieces of each backward; what arrives is in float64."""
+    """One rank that sends all chunks of each backward; the received values are in float64."""
 
     def __init__(self, encoding: int) -> None:
         self.error, self._encoding = KeptError(COUNT), encoding
@@ -51,7 +51,7 @@ def gradient(rng: np.random.Generator, unused: list[int], size: float = 1.0) -> 
 @each_encoding
 @pytest.mark.parametrize("seed", range(4))
 def test_what_arrived_and_what_is_kept_are_the_gradients_of_good_backwards(encoding: int, seed: int) -> None:
-    """In any order of backwards that are good, of no use, or weigh nothing, and of unused parameters."""
+    """In any order of backwards that are good, void, or without weight, and of unused parameters."""
     rng, sender = np.random.default_rng(seed), Sender(encoding)
     arrived, exact = np.zeros(COUNT), np.zeros(COUNT)
     for _ in range(60):
@@ -111,7 +111,7 @@ def test_the_error_of_a_frozen_parameter_waits_and_takes_no_place_of_others(enco
     # The first of these backwards did not know yet that no rank would use the other one.
     assert np.abs(sender.kept()[trained]).max() < 4 * np.abs(small).max()
     total = np.zeros(COUNT)
-    for _ in range(40):  # it is trained again, with nothing but what was kept
+    for _ in range(40):  # it is trained again, with only the kept error
         tiny = np.zeros(COUNT, np.float32)
         tiny[frozen] = 1e-3
         total += sender.send(tiny)

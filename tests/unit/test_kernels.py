@@ -83,7 +83,7 @@ def instruction_sets() -> Iterator[str]:
 
 
 def reduce(dtype: DType, op: Op, arrays: list[Array], weights: list[float] | None = None) -> Outcome:
-    """Reduce into a fresh array on each instruction set, and find them all equal."""
+    """Reduce into a fresh array on each instruction set, and check that all are equal."""
     count = len(arrays[0])
     first: Outcome | None = None
     for name in instruction_sets():
@@ -346,7 +346,7 @@ def test_any_bits_are_reduced_like_the_oracle(data: st.DataObject, dtype: DType,
     arrays = list(bits.view(STORED[dtype]))
     outcome = reduce(dtype, op, arrays)
     expected = expected_result(dtype, op, arrays)
-    if op in (Op.MIN, Op.MAX):  # of -0.0 and 0.0, either
+    if op in (Op.MIN, Op.MAX):  # either of -0.0 and 0.0
         assert_array_equal(to_compute(dtype, outcome.result), to_compute(dtype, expected))
     else:
         assert_same_bits(dtype, outcome.result, expected)

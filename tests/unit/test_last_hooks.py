@@ -1,4 +1,4 @@
-"""Hooks of parameters that a signal handler has kept from being registered as a whole."""
+"""Hooks of parameters whose registration a signal handler has interrupted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.torch.backward.last_hooks import LastHooks
 
 
 class Struck(nn.Parameter):
-    """A signal comes when it has its first hook, and nobody has the handle yet."""
+    """A signal comes when it has its first hook, and no one has the handle yet."""
 
     is_struck = False
 

@@ -1,4 +1,4 @@
-"""When ranks that go on after the others are reported, and when they have hung."""
+"""When ranks that continue after the others are reported, and when they count as hung."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
         return self.used
 
     def run(self, busy_until: float = 0.0, *, is_most: bool = False) -> list[float | None]:
-        """Look whenever it is due, until the ranks have hung or an hour is over; when they were reported."""
+        """Look when due, until the ranks have hung or an hour is over; return when they were reported."""
         self.watch.begin([7], is_most=is_most)
         reports: list[float | None] = []
         while self.now < 3700:

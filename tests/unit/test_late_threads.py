@@ -1,4 +1,4 @@
-"""What a thread of a foreign library does when the process ends, as that of Paddle's store does."""
+"""The behaviour of a foreign library's thread at the end of the process, such as that of Paddle's store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# An exit handler stands for the destructor of a static object, in whose time another thread goes on.
+# An exit handler replaces the destructor of a static object, during which another thread continues.
 LIBRARY = """
 #include <pthread.h>
 #include <stdlib.h>

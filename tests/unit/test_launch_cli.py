@@ -1,4 +1,4 @@
-"""The command line of `paceline run`, up to where it would start something."""
+"""The command line of `paceline run`, up to the point where it would start a process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_mpiruns_and_torchruns_names_of_n(planned: list[Plan], option: list[str]
 def test_a_number_of_ranks_behind_the_script_is_reported(
     planned: list[Plan], capfd: pytest.CaptureFixture[str], arguments: list[str], given: str
 ) -> None:
-    """It is the script's own, which is not what most who write it there mean."""
+    """It belongs to the script, which is not the intention of most users who write it there."""
     assert main(["run", "script.py", *arguments]) == 0
     said = capfd.readouterr().err
     assert said.count("\n") == bool(given)

@@ -70,7 +70,7 @@ def test_a_traceback_and_what_follows_are_held_as_a_whole() -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Screen, int]]:
-    """A screen whose standard output is a terminal, and the end where a person would look."""
+    """A screen whose standard output is a terminal, and the end that a person sees."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     master, slave = pty.openpty()
@@ -82,7 +82,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Screen, int]]:
 
 
 def read(master: int, expected: bytes) -> bytes:
-    """As many bytes as are expected; a terminal hands them out in pieces."""
+    """As many bytes as are expected; a terminal delivers them in chunks."""
     seen = b""
     while len(seen) < len(expected):
         seen += os.read(master, len(expected) - len(seen))

@@ -70,7 +70,7 @@ def test_a_rank_is_on_two_nodes_only_where_another_would_have_less(sizes: list[i
     sets = assign_cores(cpus, nprocs)
     if sets is None:
         return
-    least = len(cpus) // nprocs  # what an even cut gives
+    least = len(cpus) // nprocs  # the result of an even cut
     assert min(map(len, sets)) == least or all(len(each) >= least for each in sets)
     all_seats = itertools.product(range(1, nprocs + 1), repeat=len(sizes))
     fits = any(

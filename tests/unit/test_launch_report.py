@@ -1,4 +1,4 @@
-"""Which rank is to blame."""
+"""The rank that is to blame."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def end(rank: int, status: int, after_s: float = 1.0, output: str = "", stopped_
         ([end(0, 1, 2.0, LOST), end(1, 1, 1.0, LOST)], 1),
         ([end(0, -15, 1.0, stopped_by=signal.SIGTERM), end(1, 1, 2.0, LOST)], 1),
         ([end(0, -9, 1.0, stopped_by=signal.SIGKILL), end(1, 3, 2.0)], 1),
-        # Sent SIGTERM, but died of something else: not our doing.
+        # Received SIGTERM, but died of another cause: not the launcher's doing.
         ([end(0, -11, 1.0, stopped_by=signal.SIGTERM), end(1, 1, 0.5, LOST)], 0),
         # A traceback that was logged and survived, long before exit status 3.
         ([end(0, 3, 5.0, LOST), end(1, 1, 6.0, BOOM)], 0),

@@ -1,4 +1,4 @@
-"""What the launcher writes is what paceline.env reads."""
+"""paceline.env reads the variables that the launcher writes."""
 
 from __future__ import annotations
 

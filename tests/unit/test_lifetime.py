@@ -1,4 +1,4 @@
-"""What is done at the end of a process, whatever goes wrong on the way."""
+"""The steps at the end of a process, whatever fails on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.health import lifetime
 
 
 class Leaving:
-    """Notes its exit warning, and raises if it is to."""
+    """Notes its exit warning, and raises if it is told to."""
 
     def __init__(self, name: str, said: list[str], *, is_broken: bool = False) -> None:
         self.name, self.said, self.is_broken = name, said, is_broken

@@ -1,4 +1,4 @@
-"""What a job does now, from its newest records: windows, the files that ranks write, and what top draws."""
+"""The present state of a job, from its newest records: windows, the ranks' files, and top's display."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def one_backward(number: int, begin: float, arrives: float, ends: float, samples
 
 
 def backwards(count: int, works: float, step: float, samples: int = 0) -> list[Record]:
-    """Backward passes that begin every `step` ms, of which the rank works so many."""
+    """Backwards that begin every `step` ms; the rank works for the given time in each."""
     found = []
     for number in range(1, count + 1):
         begin = (number - 1) * step
@@ -79,7 +79,7 @@ def test_rates_and_waiting_of_two_ranks():
 
 
 def test_who_is_waited_for_now_is_who_has_not_come():
-    """Nothing of this wait is written down yet; it counts as it goes on."""
+    """This wait has no record yet; it counts while it lasts."""
     fast, slow = two_ranks()
     key = backward_id(0, 11)
     begun = [record(1000, Event.BACKWARD_BEGAN, key), record(1060, Event.BACKWARD_ENDED, key)]
@@ -113,7 +113,7 @@ def test_logged_samples_count_instead_of_batch_sizes():
         records.insert(-1, record(begin + 7, Event.LOGGED, 1, float_bits(32)))
     window = RankWindow(header(0), records, names={1: "samples"})
     assert snapshot([window], 50 * MS).samples_per_s == pytest.approx(3200)
-    # Of a rank that tells none, nobody knows how many the job has.
+    # If a rank reports none, the number of the job is unknown.
     assert snapshot([window, RankWindow(header(1), backwards(5, 5, 10))], 50 * MS).samples_per_s is None
 
 
@@ -244,7 +244,7 @@ def test_a_batch_is_the_first_dimension_of_the_first_tensor():
     assert samples_in(("text", 3), {}) == 0
 
 
-# --- what is drawn ---
+# --- the display ---
 
 
 @pytest.fixture

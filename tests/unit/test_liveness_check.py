@@ -1,4 +1,4 @@
-"""Who answers on the control channel when a call of all is late: ranks are threads of this process."""
+"""The ranks that answer on the control channel when a collective is late: here they are threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stopped(channel):
 
     channel._receive = wait
     until_s = time.monotonic() + 60
-    while not has_stopped.is_set() and not is_selecting(channel._thread):  # but in what came before
+    while not has_stopped.is_set() and not is_selecting(channel._thread):  # but in earlier messages
         assert time.monotonic() < until_s
         time.sleep(0.001)
     try:
@@ -66,7 +66,7 @@ def stopped(channel):
 
 
 def all_late(channels, but):
-    """What each rank is told that asks; they ask at once."""
+    """The answer to each rank that asks; they ask at once."""
     found = {}
 
     def ask(rank):
@@ -81,14 +81,14 @@ def all_late(channels, but):
 
 
 def give_up(channel):
-    """What a rank is told whose deadline has passed."""
+    """The answer to a rank whose deadline has passed."""
     peer_monitor = PeerMonitor(ChannelSource(channel))
     peer_monitor.give_up()
     return peer_monitor.late()
 
 
 def until_told_all(channels):
-    """A rank that asks before it has heard what the last round saw would take that for its answer."""
+    """A rank that asks before it has received the last round's result would take that for its answer."""
     until_s = time.monotonic() + 60
     while any(each._liveness._num_seen == 0 for each in channels):
         assert time.monotonic() < until_s
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others(channels, silent):
 
 
 def acknowledges_nothing(monkeypatch, channels, silent):
-    """Let no kernel acknowledge what was sent to a rank, as where the link to its host is cut."""
+    """Suppress the kernel's acknowledgements of data for a rank, as when the link to its host is cut."""
     ways = [link.socket for each in channels for other, link in each._connections.items() if other == silent]
     real = control_channel.unconfirmed_bytes
     monkeypatch.setattr(

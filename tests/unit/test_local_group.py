@@ -1,4 +1,4 @@
-"""The process group of one host: which calls it gets from NCCL and Gloo, and where there is none."""
+"""The process group of one host: its calls of NCCL and Gloo, and hosts without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Group:
-    """Of two ranks, for one kind of device; writes its calls down."""
+    """A group of two ranks, for one kind of device; records its calls."""
 
     def __init__(self, device: torch.device, engine: str) -> None:
         self.log: list[Any] = []
@@ -85,7 +85,7 @@ def test_nccl_is_told_that_the_process_ends(engine):
 
 
 def check(told: list[dict[str, Any]], devices: list[torch.device], engine: str = "nccl") -> dict[str, Any]:
-    """What this rank reports; the others tell what is given."""
+    """The report of this rank; the others report the given values."""
     said: list[dict[str, Any]] = []
 
     def all_gather(payload: bytes, timeout_s: float) -> list[bytes]:

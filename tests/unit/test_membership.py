@@ -1,4 +1,4 @@
-"""Who has come to a job: the verdict is a pure function, and every rank comes to the same one."""
+"""The ranks that have come to a job: the verdict is a pure function, and every rank reaches the same one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SECRET = b"0123456789abcdef"
 
 
 def attend_all(arrivals, timeout_s=30.0, secrets=None):
-    """What each of them got: None, or the error."""
+    """The result of each: None, or the error."""
     membership_store, outcomes = Memory(), [None] * len(arrivals)
     secrets = secrets or [b""] * len(arrivals)
 
@@ -122,7 +122,7 @@ def test_ranks_with_different_secrets_are_told_at_once_who_they_are(odd, words, 
 
 
 def test_rank_0_stays_until_others_have_read_although_it_refuses_the_first_that_it_reads(monkeypatch):
-    """The store ends with it. Rank 1, which has come before, is to learn from there whom it does not fit."""
+    """The store ends with it. Rank 1, which has come before, must learn there which rank it does not fit."""
     monkeypatch.setattr(membership, "_LINGER_S", 60.0)
     membership_store = Memory()
     membership_store.write(
@@ -145,7 +145,7 @@ def test_rank_0_stays_until_others_have_read_although_it_refuses_the_first_that_
 
 
 def test_rank_0_that_has_no_way_to_another_stays_until_that_one_has_read(monkeypatch):
-    """It knows what is wrong before the other has come to say what that one sees."""
+    """It knows the mistake before the other has come to report its view."""
     monkeypatch.setattr(membership, "_LINGER_S", 10.0)
     monkeypatch.setattr(membership, "no_way_to", lambda address: "Network is unreachable")
     membership_store, late = Memory(), Memory()
@@ -190,7 +190,7 @@ def test_a_store_that_is_gone_is_reported_in_words(call, monkeypatch):
 
 
 def test_an_unknown_peer_who_writes_the_words_of_a_rank_is_not_taken_for_it():
-    """It writes in the place of rank 2 what that rank would have written, but for the secret."""
+    """It writes in the place of rank 2 the same as that rank would have written, except for the secret."""
     membership_store = Memory()
     membership_store.write(
         f"start/arrival/{membership_store.add('start/arrivals', 1)}", f"{'0' * 32} {arrival(2).write()}"
@@ -201,7 +201,7 @@ def test_an_unknown_peer_who_writes_the_words_of_a_rank_is_not_taken_for_it():
 
 
 def test_what_a_rank_wrote_is_of_no_use_at_another_place():
-    """Somebody reads the words of rank 2 and writes them where the next rank is looked for."""
+    """An attacker reads the record of rank 2 and writes it where the next rank is expected."""
     membership_store = Memory()
     key = f"start/arrival/{membership_store.add('start/arrivals', 1)}"
     words = Signatures(SECRET, "membership").sign(key, arrival(2).write().encode()).decode()

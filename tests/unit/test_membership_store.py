@@ -1,4 +1,4 @@
-"""The membership store in which ranks meet before a framework has a store: what one writes, all read."""
+"""The membership store that ranks use before a framework has a store: all ranks read what one writes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_unknown_peer_is_turned_away_and_nobody_else(
             unknown_peer.sendall(words)
             assert unknown_peer.recv(1) == b""
         except ConnectionError:
-            pass  # it was turned away before it had said all
+            pass  # it was turned away before it had sent all
     assert client.add("n", 1) == 1
 
 
@@ -135,7 +135,7 @@ def test_an_emoji_counts_for_the_memory_that_its_text_takes(
 def test_unknown_peers_take_no_descriptors_that_the_process_needs(
     server: MembershipServer, connect: Connect
 ) -> None:
-    """However many connect: those that say nothing make room, the oldest first, and no rank does."""
+    """However many connect: silent connections are closed, the oldest first, and no rank is."""
     ranks = [connect() for _ in range(WORLD_SIZE)]
     for rank in ranks:
         rank.add("n", 1)
@@ -145,7 +145,7 @@ def test_unknown_peers_take_no_descriptors_that_the_process_needs(
             address = ("127.0.0.1", server.port)
             unknown_peers.enter_context(socket.create_connection(address, WITHIN_S))
         assert ranks[0].add("n", 1) == WORLD_SIZE + 1
-        assert connect().add("n", 1) == WORLD_SIZE + 2  # all before this one have been let in
+        assert connect().add("n", 1) == WORLD_SIZE + 2  # all before this one have been accepted
         assert len(os.listdir("/proc/self/fd")) - before <= 300 + WORLD_SIZE + 64
         assert ranks[1].read("n") is None
 
@@ -199,7 +199,7 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
         time.sleep(WITHIN_S)
         os._exit(0)
     try:
-        os.read(reading, 1)  # the child has got past what happens after a fork
+        os.read(reading, 1)  # the child has finished its work after the fork
         server.close()
         MembershipServer(server.port, WORLD_SIZE).close()
     finally:
@@ -210,7 +210,7 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
 
 
 def test_a_request_is_one_line_of_json(server: MembershipServer) -> None:
-    """As docs say, and in pieces."""
+    """As the docs say, and in chunks."""
     with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as client:
         client.sendall(b'["add", "n", 2]\n["re')
         with client.makefile("rb") as answers:

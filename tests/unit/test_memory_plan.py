@@ -1,4 +1,4 @@
-"""How much memory a training takes: computed, against tables of what was measured."""
+"""The memory that a training takes: computed, against tables of measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def measured(ranks: int) -> dict[str, float]:
-    """What each way takes, as a multiple of the parameters, by its label in the table."""
+    """The memory of each variant, as a multiple of the parameters, by its label in the table."""
     table = (RESULTS / f"memory-of-training-{ranks}-ranks_epyc-2c.md").read_text()
     return {
         label: float(times) for label, times in re.findall(r"^\| (.+?) \| .+? \| ([\d.]+) \|", table, re.M)
@@ -31,7 +31,8 @@ def test_the_plan_says_what_was_measured(ranks):
     found = measured(ranks)
     assert len(found) == 8 and found.keys() <= planned.keys()
     for label, times in found.items():
-        # The halves of two ranks' gradients that nobody copies are not in the plan, which says "at most".
+        # The halves of two ranks' gradients that are never copied are not in the plan, which states an upper
+        # bound.
         at_most = ranks == 2 and label == "one model, ShardedOptimizer"
         assert planned[label] == pytest.approx(times + at_most, rel=0.005), label
 

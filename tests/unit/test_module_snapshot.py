@@ -1,4 +1,4 @@
-"""What a module held, against what it holds."""
+"""The earlier contents of a module, against the present ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_change_is_seen() -> None:
 def test_nothing_new_passes_for_what_was_dropped() -> None:
     children = {"child": SimpleNamespace()}
     snapshot = ModuleSnapshot([children], "requires_grad", [], [])
-    for _ in range(50):  # the freed one's memory is used again at once, were it freed
+    for _ in range(50):  # otherwise the freed tensor's memory would be used again at once
         children["child"] = None
         children["child"] = SimpleNamespace()
         assert not snapshot.is_unchanged()

@@ -1,4 +1,4 @@
-"""Which pieces of memory overlap, against a look at every pair."""
+"""The ranges of memory that overlap, against a look at every pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is to blame, of ranks that share memory beside their process group; without a process."""
+"""The rank to blame, among ranks that share memory beside their process group; without a process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def waits_of(core: Core, timeout_s: float = 0.05) -> ProcessGroupWaits:
 
 
 def after(count: int):
-    """A call that is completed when it has been asked so often."""
+    """A call that is complete after so many queries."""
     asked = iter(range(count))
     return lambda: next(asked, None) is None
 
@@ -81,7 +81,7 @@ def test_a_short_wait_tells_nobody(core):
 
 def test_a_wait_that_ends_is_no_excuse_later(core):
     core.set_activity("in forward 2 of iteration 3", 2)
-    waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done when it is asked once more after the death
+    waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done at the next query after the death
     assert core.told[1:] == [waiting(), "in forward 2 of iteration 3"] and core.forwards[0] == 2
 
 
@@ -112,10 +112,10 @@ def test_where_all_wait_nobody_is_named(core):
 
 
 def test_who_ends_after_a_call_has_sent_what_it_owes(core):
-    """It may be dead before this rank has looked at what came; its backward is as good as the others'."""
+    """It may be dead before this rank has looked at its report; its backward is as good as the others'."""
     core.error = PeerLostError("Rank 1 of 3 died.", lost=(1,))
     core.states[1] = "dead"
-    waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done when it is asked once more after the death
+    waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done at the next query after the death
 
 
 def test_a_death_ends_the_wait(core):
@@ -150,7 +150,7 @@ def test_another_failure_is_not_for_the_peer_monitor(core):
 
 
 def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
-    """The kernel marks the death after the look at whether all are well, before that at each rank."""
+    """The kernel marks the death after the check that all are well, before the check of each rank."""
     died = PeerLostError("Rank 1 of 3 died.", lost=(1,))
 
     def records(original=core.records):
@@ -162,7 +162,7 @@ def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
 
 
 def test_a_rank_that_is_dead_has_not_left(core):
-    """The kernel's mark is seen a moment before whoever looks after the memory reports it."""
+    """The kernel's mark is visible a moment before the thread that watches the memory reports it."""
     core.states[1] = "dead"
     error = PeerMonitor(MemorySource(core)).find_lost(0.05)
     assert isinstance(error, PeerLostError)

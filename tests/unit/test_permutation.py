@@ -91,7 +91,7 @@ def assert_plausible(statistic: float, degrees: int) -> None:
 
 
 def correlation(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
-    """In standard deviations of what independent ones would show."""
+    """In standard deviations of independent values."""
     return float(np.corrcoef(a, b)[0, 1] * np.sqrt(len(a)))
 
 
@@ -103,7 +103,7 @@ def orders_of(length: int) -> list[npt.NDArray[np.int64]]:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_neighbours_are_unrelated(length: int) -> None:
-    """Where a place and the next (and ones further off) lead: in a grid of 16 x 16 cells, and correlated."""
+    """The images of a place and the next (and further ones): in a grid of 16 x 16 cells, and correlated."""
     for order in orders_of(length):
         cells = order * 16 // length
         for lag in (1, 2, 7, 8, 64, 512):

@@ -1,4 +1,4 @@
-"""Pictures of the documentation that a program draws are what it draws, and are shown."""
+"""The documentation's generated pictures match their programs' output, and pages show them."""
 
 from __future__ import annotations
 

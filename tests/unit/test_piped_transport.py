@@ -1,4 +1,4 @@
-"""Messages over calls that block and pair by their order, as an engine's; here they are queues."""
+"""Messages over calls that block and match by their order, as in a process group; here they are queues."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def payload_of(found: Message) -> bytes:
 def test_each_message_finds_its_receive_whatever_the_order(pair):
     ours, theirs = (PipedTransport(end, model) for end, model in zip(pair.ends, (0, 0)))
     another = PipedTransport(pair.ends[1], 1)
-    # What comes before it is asked for waits: bucket 2 and the other model's bucket 0.
+    # A message that comes before it is requested waits: bucket 2 and the other model's bucket 0.
     for bucket, text, model in ((2, b"two", 0), (0, b"other", 1), (1, b"one", 0), (0, b"zero", 0)):
         pair_message = message(bucket, text, model)
         PipedTransport(pair.ends[0], model).sending(1, pair_message, tag_of(bucket, 0, 0))().wait(PATIENT_S)
@@ -108,7 +108,7 @@ def test_each_message_finds_its_receive_whatever_the_order(pair):
         room = np.zeros(HEADER_BYTES + len(text), np.uint8)
         transport.receiving(0, room, tag_of(bucket, 0, 0))().wait(PATIENT_S)
         assert payload_of(room) == text
-    # And the other way round: it is asked for before it comes; both directions at once.
+    # And the other way round: it is requested before it comes; both directions at once.
     rooms = [np.zeros(HEADER_BYTES + 4, np.uint8) for _ in range(2)]
     waits = [theirs.receiving(0, rooms[0], tag_of(5, 1, 0))(), ours.receiving(1, rooms[1], tag_of(5, 1, 0))()]
     ours.sending(1, message(5, b"ours", phase=1), tag_of(5, 1, 0))()
@@ -168,7 +168,7 @@ def test_a_connection_that_ends_is_lost_and_one_that_the_engine_gives_up_is_late
         waits[0].wait(PATIENT_S)
     assert is_of_a_late_peer(str(caught.value)) == is_late
     assert is_of_a_lost_peer(str(caught.value)) != is_late
-    with pytest.raises(RuntimeError):  # and so does all that comes after it
+    with pytest.raises(RuntimeError):  # and so do all later ones
         receiver.receiving(0, np.zeros(100, np.uint8), 0)()
     with pytest.raises(RuntimeError):
         sender.sending(1, message(0, b"x"), 0)().wait(PATIENT_S)
@@ -269,7 +269,7 @@ def test_ranks_that_leave_together_end_no_connection_that_is_used():
 
 
 def test_a_rank_that_leaves_before_its_peer_may_still_write(monkeypatch):
-    """The engine's thread may be about to: an error there would end the process."""
+    """The process group's thread may be about to: an error there would end the process."""
     monkeypatch.setattr(piped_transport, "_ENDED_WITHIN_S", 0.05)
     ends, sockets = watched_ends()
     ends[0].close()

@@ -1,4 +1,4 @@
-"""When a model's gradients get another plan, and in which order all concerned learn of it."""
+"""When a model's gradients get another plan, and the order in which the parts of the wrapper are updated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass
 class World:
-    """All that planning meets; what it does there is told in `events`."""
+    """The collaborators of planning; `events` records their calls."""
 
     any_in_buffer: bool = False
     order_of_rank_0: tuple[int, ...] = tuple(range(COUNT))
@@ -130,7 +130,7 @@ def test_a_buffer_that_is_free_may_be_used_again(world):
     before = planning.reduction
     planning.adopt_order([0, 1, 2])
     assert [instead_of for _, instead_of in world.asked] == [None, before]
-    assert "reducer 1 ends" not in world.events  # whoever makes the next one decides
+    assert "reducer 1 ends" not in world.events  # the maker of the next one decides
 
 
 def test_gradients_that_live_in_a_buffer_move_before_it_goes(world):
@@ -166,7 +166,7 @@ def test_owners_make_a_plan_once(world):
     planning.use_owners(owned)
     planning.use_owners(tuple(owned))
     assert [options.owned for options, _ in world.asked] == [(), owned]
-    planning.adopt_order([0, 1, 2])  # what was scattered stays so, in memory of its own
+    planning.adopt_order([0, 1, 2])  # scattered parameters stay so, in separate memory
     assert [options.owned for options, _ in world.asked] == [(), owned, owned]
     assert world.asked[-1][1] is None
 

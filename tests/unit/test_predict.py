@@ -1,4 +1,4 @@
-"""`paceline predict`: the model of the cost beside what was measured and docs/scaling.md; the command."""
+"""`paceline predict`: its cost model, compared with measurements and docs/scaling.md; the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness.command import ROOT
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
 MEASURED = ROOT / "benchmarks" / "results" / "one-direction_epyc-2c.md"
-# Two cores, of which a copy of memory in one process takes a part.
+# Two cores; a copy of memory in one process takes a fraction of them.
 MEMORY_BYTES_PER_S = 20e9
 ROW = re.compile(
     r"^\| ((\d)x(\d)(?: in turn)?) \| ((\d+) ([GM])bit/s) \| ([\d.]+) MB \| ([\d.]+) \| ([\d.]+) \(", re.M
@@ -76,7 +76,7 @@ def test_paddle_goes_over_its_group_alone_with_more_hosts_than_it_has_connection
 
 
 def test_the_page_has_the_comparison():
-    """And how far off the model is where two cores do the work of all hosts, and are slower than the link."""
+    """And how far off the model is if two cores do the work of all hosts, and are slower than the link."""
     beyond = {key: ratios for key, ratios in compared().items() if key[1] == "10 Gbit/s" and key[2] > 1}
     assert len(beyond) == 6
     for comparison in (where_the_link_decides(), beyond):

@@ -1,4 +1,4 @@
-"""The engine reducer against plain arithmetic: ranks are threads, the engine below is a barrier and a sum."""
+"""ProcessGroupReducer against plain arithmetic: ranks are threads, the group is a barrier and a sum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_plan(cap: int = 1024) -> Plan:
 
 
 class Switchboard:
-    """Pairs the n-th call of each rank, as a process group does, and notices calls that do not match."""
+    """Matches the n-th call of each rank, as a process group does, and notices calls that do not match."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -121,7 +121,7 @@ class ArrayTransport:
         return wait
 
     def _complete_all(self) -> None:
-        """A call that is waited for needs all before it, which other models may have made."""
+        """A wait for a call needs all earlier calls, which other models may have made."""
         while self._under_way:
             self._under_way.pop(0)()
 
@@ -241,7 +241,7 @@ def test_what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused() 
 
 
 def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
-    cases = [  # what each rank marks, whether rank 1 has data, what comes out
+    cases = [  # the marks of each rank, whether rank 1 has data, the result
         ([(0, 3), (0, 3)], True, Outcome.GLOBALLY_UNUSED),
         ([(0, 3), (0, 1, 3)], True, Outcome.UNUSED),
         ([(0, 3), (0, 1, 2, 3)], False, Outcome.GLOBALLY_UNUSED | Outcome.FINISHED),
@@ -288,7 +288,7 @@ def test_a_backward_that_all_ranks_broke_off_is_void() -> None:
 
 
 def test_ranks_in_backwards_of_two_models_all_raise_and_go_on() -> None:
-    """The engine below cannot tell whose buckets it adds up."""
+    """The process group cannot distinguish whose buckets it adds up."""
 
     def body(own: Rank) -> None:
         other = ProcessGroupReducer(own.transport.plan, own.transport)
@@ -309,7 +309,7 @@ def test_ranks_in_backwards_of_two_models_all_raise_and_go_on() -> None:
 
 
 def test_buckets_of_two_models_in_another_order_on_one_rank_raise_on_all() -> None:
-    """In one backward through both: all sizes agree, and the engine below adds up what does not belong."""
+    """In one backward through both: all sizes agree, and the process group adds up unrelated buckets."""
 
     def body(own: Rank) -> None:
         other = ProcessGroupReducer(own.transport.plan, own.transport)
@@ -356,7 +356,7 @@ def test_nonfinite_gradients_are_known_by_rank() -> None:
 
 @np.errstate(over="ignore", invalid="ignore")
 def overflowing_backwards(own: Rank) -> None:
-    own.reducer.set_weight(4.0)  # more than was expected: the sum is corrected when it is too late
+    own.reducer.set_weight(4.0)  # more than was expected: the sum is corrected too late
     for index in range(len(COUNTS)):
         own.mark(index, {0: 1e38, 3: float("inf") if own.rank else 1.0}.get(index, 1.0))
     outcome = own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome
@@ -401,7 +401,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
         of_big = {n for n, bucket in enumerate(own.transport.plan.buckets) if bucket.parameters == (big,)}
         everything = set(range(len(own.transport.plan.buckets)))
         assert len(of_big) > 1 and of_big < everything
-        # In each backward: which ranks use the big one, and what is sent.
+        # In each backward: the ranks that use the big one, and the buckets that are sent.
         for users, sent in (
             ((0, 1), everything),
             ((), everything),
@@ -425,7 +425,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
 
 
 def calls_of_a_backward(transport: ArrayTransport, reducer: ProcessGroupReducer) -> list[str]:
-    """What a backward begins and waits for, in order."""
+    """The calls of a backward and its waits, in order."""
     told: list[str] = []
     launch, gather = transport.launch, transport.begin_all_gather
 
@@ -469,7 +469,7 @@ def test_a_single_rank_asks_nobody_for_reports() -> None:
 
 
 def test_a_backward_that_fails_below_is_the_last_one() -> None:
-    """The ranks' calls do not pair any more, so later ones must say so instead of averaging wrongly."""
+    """The ranks' calls do not match any more, so later ones must raise instead of averaging wrongly."""
     rank = Rank(make_plan(), Switchboard(1), 0)
 
     def fail() -> list[int]:

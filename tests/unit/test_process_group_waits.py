@@ -1,4 +1,4 @@
-"""What a rank says while it waits for others over a process group."""
+"""The status of a rank while it waits for others over a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users may import, and that it is all they are told to import. Read from the source text."""
+"""The names that users may import, and that messages and pages do import. Read from the source text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 REFERENCE = ROOT / "docs" / "api"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# They report the inside, or of what was.
+# They report on internals, or on the past.
 NOT_FOR_USERS = ("docs/design/", "docs/changelog.md", "docs/_build/")
 
 
@@ -78,7 +78,7 @@ def is_public(dotted: str) -> bool:
 
 
 def imports_in(text: str) -> Iterator[str]:
-    """Dotted names that lines of a text import from Paceline, of which the text may be prose or a diff."""
+    """Dotted names that lines of a text import from Paceline; the text may be prose or a diff."""
     for module, names in re.findall(r"\bfrom (paceline[\w.]*) import ((?:\w+(?: as \w+)?(?:, )?)+)", text):
         yield from (f"{module}.{name.split(' as ')[0]}" for name in names.split(", ") if name)
     yield from re.findall(r"\bimport (paceline(?:\.\w+)*)", text)
@@ -140,7 +140,7 @@ def test_errors_and_hints_name_what_is_public():
 
 
 def test_a_group_shows_no_addresses():
-    """What takes them, the core's end of the group, is not public."""
+    """The core's end of the group, which takes them, is not public."""
     tree = ast.parse(path_of("paceline.collectives.group").read_text())
     (group,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Group")
     assigned = {

@@ -1,4 +1,4 @@
-"""What is published: one version, all extras, and a check that sees what is wrong with a wheel."""
+"""The published package: one version, all extras, and a check that sees mistakes in a wheel."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_wheel_as_it_should_be_passes(tmp_path):
         ({"paceline/__pycache__/env.pyc": ""}, "do not belong"),
         ({"paceline.libs/libtorch-1.so": ""}, "must be one library"),
         ({LIBRARY: None}, "must be one library"),
-        ({"paceline.pth": "import os"}, "do not belong"),  # nothing of ours runs when Python starts
+        ({"paceline.pth": "import os"}, "do not belong"),  # no code of ours runs when Python starts
         ({"paceline/py.typed": None}, "missing: ['paceline/py.typed']"),
         ({"paceline-0.1.0.dist-info/METADATA": None}, "METADATA is missing"),
         (

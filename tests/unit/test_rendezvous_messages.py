@@ -1,4 +1,4 @@
-"""Whatever bytes come while a group forms: a value of the expected kind, or the one error for it."""
+"""Any bytes may come while a group forms: the result is a value of the expected kind, or one error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ plain = st.recursive(
     max_leaves=6,
 )
 valid = st.sampled_from([write_object(asdict(HELLO)), write_failure(RendezvousError("no", missing=(1,)))])
-# Anything; JSON of anything; objects with the right names and anything in them; and valid ones, damaged.
+# Anything; JSON of anything; objects with the right names and any values; and valid ones, damaged.
 garbage = st.one_of(
     st.binary(max_size=80),
     plain.map(lambda value: json.dumps(value).encode()),
@@ -137,7 +137,7 @@ def test_frames_from_a_socket(raw, kind):
 
 
 def hub(rank, world_size, peers):
-    """An exchange that has come together, over these connections."""
+    """An exchange that is complete, over these connections."""
     exchange = HubExchange(0, 1, key="test", job_id="test", name="test", timeout_s=1)
     exchange.rank, exchange.world_size = rank, world_size
     exchange._peers = peers
@@ -145,7 +145,7 @@ def hub(rank, world_size, peers):
 
 
 def test_the_reason_of_rank_0_is_read_although_it_has_closed():
-    """It fails while this rank has still to hand in its payload, which then meets a closed connection."""
+    """It fails while this rank has still to send its payload, to a connection that is then closed."""
     here, there = socket.socketpair()
     with here:
         send_frame(
@@ -172,7 +172,7 @@ def test_an_answer_of_rank_0_is_one_or_an_error_that_names_it(kind, raw):
 
 
 class FromRank1:
-    """An exchange in which rank 1 hands in something of its own."""
+    """An exchange in which rank 1 sends its own payload."""
 
     rank, world_size = 0, 2
 

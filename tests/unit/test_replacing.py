@@ -1,4 +1,4 @@
-"""Our class in the place of another one, in every module that holds it, or will. The framework is made up."""
+"""Paceline's class replaces another one in every module that holds it, or will, of a made-up framework."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_modules_that_hold_the_class_and_modules_that_come_later_get_ours(framew
     replaced = replace([framework.pair])
     late = importlib.import_module("late")
     assert framework.madeup.Wrapper is framework.early.TheirName is late.W is framework.Ours
-    assert framework.madeup_wrap.Wrapper is framework.Wrapper  # our own class has it as a base
+    assert framework.madeup_wrap.Wrapper is framework.Wrapper  # Paceline's class has it as a base
     assert sorted(replaced.places) == ["early.TheirName", "late.W", "madeup.Wrapper"]
 
 
@@ -141,7 +141,7 @@ def test_rank_0_says_what_was_replaced(framework, rank, text, monkeypatch, capsy
 
 @pytest.mark.parametrize(("local_rank", "text"), [(None, SAID), ("1", "")])
 def test_without_ranks_it_is_said_when_a_model_is_wrapped(framework, local_rank, text, monkeypatch, capsys):
-    """torchrun's own process sees the variable, too, and is to say nothing."""
+    """torchrun's own process sees the variable, too, and must be silent."""
     set_rank(monkeypatch, None)
     monkeypatch.setenv("PACELINE_REPLACE_DDP", "1")
     if local_rank is not None:  # Lightning sets it in the processes that it starts, and no RANK
@@ -179,7 +179,7 @@ def test_the_warning_at_the_end_names_subclasses_of_the_other_class(framework, m
 def test_a_subclass_that_was_made_before_is_named(framework, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    kept = type("Theirs", (framework.Wrapper,), {"__module__": "early"})  # else it may be collected before
+    kept = type("Theirs", (framework.Wrapper,), {"__module__": "early"})  # else it may be collected
     replace([framework.pair])
     assert f"early.{kept.__name__} is a subclass that was made before" in capsys.readouterr().err
 

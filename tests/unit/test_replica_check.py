@@ -1,4 +1,4 @@
-"""The error that says which replicas differ, from plain values."""
+"""The error that names the replicas that differ, from plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the warning about torchrun's shared store reaches."""
+"""The ranks that get the warning about torchrun's shared store."""
 
 from __future__ import annotations
 

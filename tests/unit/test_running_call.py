@@ -1,4 +1,4 @@
-"""Which call of autograd runs a hook, read from the stack of torch's own functions."""
+"""The call of autograd that runs a hook, read from the stack of torch's own functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def leaf() -> torch.Tensor:
 
 
 def asked_in(call: Callable[[torch.Tensor], object], leaf: torch.Tensor) -> list[RunningCall]:
-    """What a hook of a tensor made from `leaf` is told while `call` goes back through it."""
+    """The result in a hook of a tensor made from `leaf` while `call` goes back through it."""
     told = []
     made = leaf * 2
     made.register_hook(lambda _: told.append(running_call()))
@@ -50,7 +50,7 @@ def test_a_torch_that_makes_a_tuple_of_its_inputs_is_understood(leaf, monkeypatc
 
 
 def test_a_thread_that_only_runs_hooks_sees_the_call_that_waits_for_it(leaf):
-    """As autograd's own, on a device. Where threads wait in calls that differ, nobody can tell."""
+    """As autograd's own, on a device. If threads wait in different calls, the result is unknown."""
     told: list[RunningCall] = []
     asking = Queue[Event]()
 

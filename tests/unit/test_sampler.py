@@ -1,4 +1,4 @@
-"""DistributedSampler: who gets what, epochs, and where the rank comes from."""
+"""DistributedSampler: the samples of each rank, epochs, and the source of the rank."""
 
 from __future__ import annotations
 

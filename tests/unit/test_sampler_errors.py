@@ -1,4 +1,4 @@
-"""Bad input, of every sampler: reported at once, by name, with what was expected; and empty data sets."""
+"""Bad input, of every sampler: reported at once, by name, with the expected value; and empty data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving an epoch in the middle and going on, with any number of ranks: nothing twice, nothing left out."""
+"""Leaving an epoch in the middle and continuing, on any number of ranks: no sample twice or left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_batches(length: int, world_size: int, rank: int, **options: object) -> Di
 def run_epoch(
     make, length: int, world_sizes: list[int], steps: Iterator[int], **options: object
 ) -> list[int]:
-    """Train with a number of ranks, stop after some steps having drawn ahead, go on with the next number."""
+    """Train on a number of ranks, stop after some steps with samples drawn ahead, go on with the next."""
     committed: list[int] = []
     state = None
     for life, world_size in enumerate(world_sizes):
@@ -74,7 +74,7 @@ def test_padding_only_repeats_at_the_end(length: int, world_sizes: list[int], da
     steps = iter(data.draw(st.lists(st.integers(0, 60), min_size=5, max_size=5)))
     seen = run_epoch(one_by_one, length, world_sizes, steps)
     assert set(seen) == set(range(length))
-    # Only a life that came to the end of the epoch pads, and less than one for each of its ranks.
+    # Only a run that came to the end of the epoch pads, and less than one for each of its ranks.
     assert len(seen) < length + max(world_sizes)
 
 
@@ -91,7 +91,7 @@ def test_a_finished_epoch_leads_to_the_next() -> None:
     assert resumed.epoch == 1 and second == list(sampler)
     again = one_by_one(10, 2, 0)
     again.load_state_dict(state)
-    again.set_epoch(0)  # told to finish epoch 0, of which nothing is left
+    again.set_epoch(0)  # asked to finish epoch 0, of which nothing is left
     assert (len(again), list(again)) == (0, [])
     again.set_epoch(0)  # and now to repeat it
     assert list(again) == done
@@ -99,7 +99,7 @@ def test_a_finished_epoch_leads_to_the_next() -> None:
 
 @pytest.mark.parametrize("make", [one_by_one, in_batches])
 def test_iterators_have_states_that_count_what_was_drawn(make) -> None:
-    """What a loader needs that keeps a state for each batch; it may make iterators that it never uses."""
+    """The parts of a loader that keeps a state for each batch; it may make iterators that it never uses."""
     sampler = make(100, 2, 0)
     whole = list(make(100, 2, 0))
     items = iter(sampler)
@@ -113,7 +113,7 @@ def test_iterators_have_states_that_count_what_was_drawn(make) -> None:
         resumed.load_state_dict(state)
         assert list(resumed) == whole[number:]
     assert states[-1]["is_complete"]
-    # The sampler itself counts what was committed.
+    # The sampler itself counts committed samples.
     assert sampler.state_dict()["position"] == 0
     with pytest.raises(ConfigError, match="under way"):
         resumed.load_state_dict(states[0])

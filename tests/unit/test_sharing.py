@@ -6,7 +6,7 @@ from paceline.reducer.backward.sharing import _Registry
 
 
 class Model:
-    """Stands for the backward passes of a model; another one is collected while this one is looked at."""
+    """Replaces the backwards of a model; another one is collected while this one is looked at."""
 
     asked_timeout_s = None
     member = ""

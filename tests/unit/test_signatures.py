@@ -1,4 +1,4 @@
-"""Codes on values in a store: whoever does not know the secret can write there, and is not believed."""
+"""Signed values in a store: a process without the secret can write there, and is not believed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_board_ignores_an_unknown_peer_and_says_so_once(caplog):
 
 
 def test_an_unknown_peer_cannot_answer_the_roll_for_a_rank(monkeypatch):
-    """The process of rank 1 has died; somebody writes an answer in its place."""
+    """The process of rank 1 has died; an attacker writes an answer in its place."""
     key_store = KeyStore()
     signed = SignedKeyStore(key_store, Signatures(SECRET, "world"))
     StoreChecks(signed, 1, 2, None, "the test's group")

@@ -1,4 +1,4 @@
-"""Which rank is slow and why, by the totals of ranks: described ones, so that nothing depends on a clock."""
+"""The slow rank and the cause, from totals of ranks: given ones, so that nothing depends on a clock."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SLOW = BALANCED | {Total.WORKED_NS: 18 * MS, Total.TIMES_LAST: 1, Total.HELD_UP_
 
 
 def rank_that(rank: int, each_step: Totals, steps: int = 1000, world_size: int = 3) -> RankRecording:
-    """A rank whose totals have grown by so much in each step, and were something before."""
+    """A rank whose totals have grown by so much in each step, from earlier values."""
     first = {total: 1e6 + total for total in each_step}
     last = {total: first[total] + steps * value for total, value in each_step.items()}
     for look, passes in ((first, 0), (last, steps)):
@@ -202,7 +202,7 @@ def test_a_warning_comes_once_for_each_rank_and_cause_and_only_when_it_lasts():
     assert sentence.startswith(
         "the others waited for rank 1 of 2 (host b) in 100 % of the last 500 steps, 8.0 of"
     )
-    assert watch.look(ranks(5000, quick, data)) == []  # it has been said
+    assert watch.look(ranks(5000, quick, data)) == []  # it has been reported
     # Long steps: not before a hundred of them.
     watch = SlowWatch(WHILE_IT_RUNS)
     assert watch.look(ranks(0, quick, data)) == []
@@ -229,13 +229,13 @@ QUICK = BALANCED | {Total.DATA_NS: 1 * MS}
 
 def test_who_looks_now_learns_the_cause_of_now():
     causes = CauseWatch()
-    assert causes.of(1) is None  # nobody has looked
+    assert causes.of(1) is None  # no one has looked
     causes.look(job(QUICK, DATA, steps=100))
     found = causes.of(1)
     assert found is not None and found.kind == "data"
     assert found.text == "its data loading took 9.0 ms per step, that of the others 1.0 ms"
     assert causes.of(0) is causes.of(7) is None  # quicker than the other; not there
-    # 60 s later it is the processor, for longer than what is looked at.
+    # 60 s later it is the processor, for longer than the window.
     for steps in (1000, 2000, 3000):
         ranks = job(QUICK, DATA, steps=100)
         for each, more in zip(ranks, (QUICK, QUICK | {Total.WORKED_NS: 18 * MS, Total.CPU_NS: 17 * MS})):
@@ -330,7 +330,7 @@ def test_a_process_writes_its_totals_and_keeps_those_of_models_that_are_gone(tmp
         assert (each.last[Total.WEIGHT], each.last[Total.SAMPLES]) == (2.5, 64)
         assert each.first[Total.TIME_NS] <= before <= each.last[Total.TIME_NS]
         assert each.last[Total.CPU_NS] >= each.first[Total.CPU_NS] > 0
-        assert Total.DATA_NS not in each.last  # nobody has looked
+        assert Total.DATA_NS not in each.last  # no one has looked
     assert found.header == ring_file.RankHeader(1, 2, os.getpid(), *_rest(found.header))
 
 
@@ -357,7 +357,7 @@ def test_batches_are_timed_while_something_is_recorded(tmp_path: Path, monkeypat
     assert [record.event for record in found.records] == [Event.DATA_BEGAN, Event.DATA_ENDED]
 
 
-# --- what people see ---
+# --- the sentences for people ---
 
 
 def written(folder: Path, ranks: Sequence[RankRecording]) -> None:

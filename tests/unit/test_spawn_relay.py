@@ -1,4 +1,4 @@
-"""What `spawn` shows where standard output is not the process's own, as in a notebook."""
+"""The output of `spawn` if standard output is not the process's own, as in a notebook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.launch.spawn import _relay
 
 
 class Writes(io.StringIO):
-    """Keeps each piece as it was written."""
+    """Keeps each chunk as it was written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ def test_lines_come_whole_however_long_they_are():
     shown = Writes()
     relay = threading.Thread(target=_relay, args=(os.fdopen(reader, "rb"), shown))
     relay.start()
-    long = "ü" * (1 << 20)  # of two bytes, which pieces of a pipe may cut
+    long = "ü" * (1 << 20)  # of two bytes, which chunks of a pipe may cut
     with open(writer, "wb") as file:
         file.write(f"first\n{long}\nlast".encode())
     relay.join()

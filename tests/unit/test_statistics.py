@@ -1,4 +1,4 @@
-"""What is known of a model's steps: which rank is slow, norms, infinities, times of waiting."""
+"""The statistics of a model's steps: the slow rank, norms, infinities, times of waiting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = Statistics(0, 1, 0, "nothing", "world", 0.0, (0.0,), (), (), (), 0, 0,
         ((1.0, 1.04), None),
         ((1.0, 1.06), 1),
         ((3.0, 1.0, 1.0), 0),
-        ((1.0, 1.2, 1.2, 1.2), None),  # who is fast is not the problem
+        ((1.0, 1.2, 1.2, 1.2), None),  # a fast rank is not the problem
         ((0.0, 0.0), None),
     ],
 )
@@ -272,7 +272,7 @@ def reducer(scale: int) -> SimpleNamespace:
 
 
 def after(*scales: int) -> BackwardStatistics:
-    """What is known after plans with these reducers, of which the last one is in use."""
+    """The statistics after plans with these reducers; the last one is in use."""
     model = Model()
     model.names = [f"p{index}" for index in range(101)]
     model.sparse = SimpleNamespace(squared_norm=0.0, nonfinite=[])

@@ -1,4 +1,4 @@
-"""How far each rank is with a step, as the ranks of one host see it."""
+"""The progress of each rank with a step, as the ranks of one host see it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_who_speaks_first_decides() -> None:
 
 
 def test_a_rank_at_the_next_step_changes_nothing_for_one_at_this_step() -> None:
-    """Ranks 0 and 2 complete what rank 1 has left. Rank 0 is done first, and cannot begin another step."""
+    """Ranks 0 and 2 complete the step of rank 1. Rank 0 is done first, and cannot begin another step."""
     first, lost, last = step_tables(3)
     assert all(step_table.decide(True) for step_table in (first, lost, last))
     first.finish(0)

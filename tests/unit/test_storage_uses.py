@@ -1,4 +1,4 @@
-"""How many tensors lie in a storage, read where torch keeps it, beside what torch tells."""
+"""The number of tensors in a storage, read from torch's internals, compared with torch's own count."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_gradients_whose_memory_others_hold() -> None:
     for index, parameter in enumerate(parameters):
         handed[index] = parameter.grad
     assert kept is parameters[2].grad
-    assert handed.look() == ([], [0, 1, 3])  # 2 has lain there before, 4 is not looked at
+    assert handed.look() == ([], [0, 1, 3])  # 2 was in this memory before, 4 is not looked at
     assert handed.shared_among([1, 2]) == [1]
     del halves
-    assert handed.look() == ([], [3])  # the two have their memory for themselves
+    assert handed.look() == ([], [3])  # the two share their memory with no other tensor
     assert handed.shared_among([0, 1]) == []

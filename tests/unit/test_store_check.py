@@ -1,4 +1,4 @@
-"""Who is missing, by a framework's store: only ranks that have not answered."""
+"""The missing ranks, by a framework's store: only ranks that have not answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.health.store_check import Missing, StoreChecks
 
 
 class KeyStore(dict):
-    """A store of one process; the test writes to it what other ranks would."""
+    """A store of one process; the test writes the values of other ranks."""
 
     write = dict.__setitem__
     read = dict.get
@@ -38,12 +38,12 @@ class Never:
 @pytest.fixture
 def checks():
     key_store = KeyStore()
-    StoreChecks(key_store, 1, 2, None, "the test's group")  # this process stands in for rank 1, too
+    StoreChecks(key_store, 1, 2, None, "the test's group")  # this process acts as rank 1, too
     return StoreChecks(key_store, 0, 2, None, "the test's group")
 
 
 def test_a_rank_that_answered_before_it_ended_is_not_missing(checks, monkeypatch):
-    """The rank answers and ends between the look at its answer and the look at its process."""
+    """The rank answers and ends between the check of its answer and the check of its process."""
 
     def process_state(pid):
         assert pid == os.getpid()

@@ -1,7 +1,7 @@
-"""Recordings that no rank has written: folders of other users, pipes in the place of files, damaged files.
+"""Recordings that no rank has written: folders of other users, pipes instead of files, damaged files.
 
-Every reader (`paceline trace`, `paceline top`, the page's look, the launcher's) either shows what is there or
-raises one error of ours. None waits, and none writes a character to the terminal that controls it.
+Every reader (`paceline trace`, `paceline top`, the page's reader, the launcher's) either shows the contents
+or raises one Paceline error. None waits, and none writes a control character to the terminal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def own_jobs(tmp_path: Path, monkeypatch) -> Path:
 
 
 def readers(folder: Path) -> list[Callable[[], object]]:
-    """All that read a folder, each as its command does."""
+    """All readers of a folder, each as its command does it."""
     trace = folder.parent / "trace.json"
     return [
         lambda: cli.main([str(folder), "--output", str(trace)]),
@@ -90,7 +90,7 @@ def job(folder: Path, name: str = "train.py") -> Path:
 
 @pytest.fixture
 def squatted(own_jobs: Path, monkeypatch) -> Path:
-    """The folder of this user, which another one has taken first, and filled."""
+    """The folder of this user, which another one has created first, and filled."""
     folder = jobs.users_folder()
     ours = job(folder / "abcdef", f"train{ESCAPE}.py")
     path_of(ours, 0).unlink()
@@ -214,7 +214,7 @@ def as_json(value: object) -> bytes:
 
 
 def changed(value: object, random_: random.Random) -> object:
-    """The same JSON with one thing in it changed."""
+    """The same JSON with one change."""
     if isinstance(value, dict) and value and random_.random() < 0.9:
         name = random_.choice(list(value))
         if random_.random() < 0.2:
@@ -289,7 +289,7 @@ def _change_text(raw: bytearray, random_: random.Random) -> None:
 
 
 def _read(read: Callable[[], object], what: str) -> str:
-    """The beginning of the error of ours that a reader raises; "": it has read it."""
+    """The beginning of the Paceline error that a reader raises; "": none."""
     try:
         read()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""DistributedStream: shards over ranks and workers, none twice; and who counts as a worker."""
+"""DistributedStream: shards over ranks and workers, none twice; and the definition of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree in which sums are formed, and its cuts into subtrees, beside trees that are written as text."""
+"""The tree in which sums are formed, and its cuts into subtrees, compared with trees written as text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leaves_of(tree: Tree) -> int:
 
 @functools.cache
 def loads(leaves: int, parts: int) -> frozenset[int]:
-    """The largest part of each cut of the tree over `leaves` into that of `parts`, sides swapped or not."""
+    """The largest subtree of each cut of the tree over `leaves` into `parts`, sides swapped or not."""
 
     def cuts(tree: Tree, over: Tree) -> set[int]:
         if isinstance(over, int):

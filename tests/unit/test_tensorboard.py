@@ -1,4 +1,4 @@
-"""What is logged reaches torch's writer for TensorBoard; without TensorBoard, words say so."""
+"""Logged values reach torch's writer for TensorBoard; without TensorBoard, an error explains that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _no_listeners(monkeypatch):
 
 @pytest.fixture
 def written(monkeypatch) -> list[tuple[object, ...]]:
-    """What a writer in the place of torch's is told."""
+    """The calls of a writer that replaces torch's."""
     calls: list[tuple[object, ...]] = []
 
     class SummaryWriter:

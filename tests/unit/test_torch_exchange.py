@@ -1,4 +1,4 @@
-"""StoreExchange with ranks as threads: torch's stores don't care."""
+"""StoreExchange with ranks as threads: torch's stores work with threads."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_ranks_that_disagree_on_the_world_size_are_told_at_once():
 
 
 def test_words_of_an_unknown_peer_are_no_payload(monkeypatch):
-    """Somebody who reaches the store writes what rank 1 would hand in, but for the secret."""
+    """An attacker who reaches the store writes the payload of rank 1, except for the secret."""
     monkeypatch.setenv("PACELINE_SECRET", "0123456789abcdef")
     store = dist.HashStore()
     exchange = StoreExchange(store, 0, 2, "a", "a group")
@@ -117,7 +117,7 @@ def test_ranks_with_one_secret_exchange_and_those_with_two_do_not(monkeypatch):
 
 
 def test_the_store_of_a_group_is_found_without_its_own_method(monkeypatch):
-    """Groups of torch 2.6 do not say their store; a private function of torch does."""
+    """Groups of torch 2.6 do not expose their store; a private function of torch does."""
     stores = {"a group": object()}
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", stores.__getitem__)
     assert store_of("a group") is stores["a group"]

@@ -1,4 +1,4 @@
-"""What ranks record, and what is read out of it: files, timelines, clocks, Chrome's format, tables."""
+"""The records of ranks, and their readers: files, timelines, clocks, Chrome's format, tables."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_ring_gives_back_the_last_records_and_no_torn_one():
     written = [Record(index, 5, 0, index, -index) for index in range(10)]
     ring = bytearray(pack(written, 4))
     assert unpack(bytes(ring), 10) == written[6:]
-    # The eleventh is begun, and not written yet: what lies in its place belongs to the seventh.
+    # The eleventh is begun, and not written yet: its place still holds a part of the seventh.
     assert unpack(bytes(ring), 11) == written[7:]
     assert unpack(bytes(len(ring)), 0) == []
 
@@ -122,7 +122,7 @@ def test_a_backward_notes_its_moments_and_sums_up_what_lies_between_backwards():
     assert [each[3:] for each in overs] == [(7, False), (8, True)]
     assert records.between_ns == begins[1].time_ns - overs[0].time_ns
     assert over_ns == overs[1].time_ns
-    # Two forwards of one backward: what lies between them is no time between backward passes.
+    # Two forwards of one backward: the time between them is not time between backwards.
     before = records.between_ns
     records.begin_forward(9, True, True, (), {})
     once = records.between_ns
@@ -140,7 +140,7 @@ class Shaped:
     ("inputs", "kwargs", "samples"),
     [
         ((np.zeros((5, 3)),), {}, 5),
-        ((Shaped([6, 2]), np.zeros(9)), {}, 6),  # as Paddle tells shapes
+        ((Shaped([6, 2]), np.zeros(9)), {}, 6),  # Paddle's form of shapes
         ((Shaped(()), np.zeros(9)), {}, 9),  # a single number is no batch
         ((Shaped("text"),), {"images": np.zeros((4, 2))}, 4),
         (({"ids": np.zeros((3, 8))}, 1), {}, 3),
@@ -162,7 +162,7 @@ def test_what_takes_the_time_of_a_program_is_added_up_while_something_is_recorde
     recording = Recording()
     recording.start(None, 0, 1, 64)
     try:
-        timed.end()  # began before it: its time is not known
+        timed.end()  # began before it: its time is unknown
         assert timed.total_ns == 0
         timed.begin()
         timed.end("any", 1)
@@ -307,7 +307,7 @@ def test_backwards_in_no_sync_are_slices_of_the_backward_that_they_belong_to():
     assert [(s.begin_ns // MS, s.end_ns // MS) for s in backwards] == [(1, 10), (34, 36), (37, 38), (41, 80)]
     is_local = {"iteration": 2, "no_sync": True}
     assert [s.args for s in backwards[1:]] == [is_local, is_local | {"raised": True}, {"iteration": 2}]
-    assert line.arrivals == {(0, 1): 10 * MS, (0, 2): 80 * MS}  # nobody waits for it
+    assert line.arrivals == {(0, 1): 10 * MS, (0, 2): 80 * MS}  # no rank waits for it
 
 
 def test_the_last_to_arrive_is_waited_for():
@@ -412,7 +412,7 @@ def test_a_failed_job_is_found_and_the_oldest_go(own_jobs: Path):
 
 
 def test_failed_jobs_leave_the_recordings_of_those_that_run(own_jobs: Path):
-    """The oldest of eleven that run, after fifteen that have failed since."""
+    """The oldest of eleven that run, after fifteen later ones that have failed."""
     running = []
     for number in range(11):
         running.append(jobs.new_folder())
@@ -428,7 +428,7 @@ def test_failed_jobs_leave_the_recordings_of_those_that_run(own_jobs: Path):
 
 
 def test_a_job_whose_process_is_not_seen_from_here_keeps_its_recording(own_jobs: Path):
-    """In another container, say, which shares the folder: its process has another number there."""
+    """For example in another container that shares the folder: its process has another number there."""
     unseen = jobs.JobFacts("train.py", 2**22 + 1, 2, 1.0)
     folder = jobs.new_folder()
     jobs.begin(folder, unseen)
@@ -453,7 +453,7 @@ def test_a_job_that_ended_well_leaves_nothing(own_jobs: Path):
 
 
 def test_jobs_that_begin_and_end_side_by_side(own_jobs: Path, monkeypatch):
-    """The last job takes the folder of all jobs with it, just when another one begins."""
+    """The last job removes the folder of all jobs, just when another one begins."""
     facts, made = jobs.JobFacts("train.py", 1, 2, 0.0), Path.mkdir
     folders = [jobs.new_folder(), jobs.new_folder()]
     jobs.begin(folders[0], facts)

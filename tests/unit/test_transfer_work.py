@@ -1,4 +1,4 @@
-"""Messages under way whose Work nobody holds any more: their memory stays until they are over."""
+"""Messages under way whose Work has no reference any more: their memory stays until they are over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.collectives.work import TransferWork
 
 
 class Core:
-    """The transfers that are under way, and what happens the next time that one is asked for."""
+    """The transfers under way, and the result of the next query of one."""
 
     def __init__(self) -> None:
         self.under_way = {1, 2, 3, 4, 5}
@@ -25,7 +25,7 @@ class Core:
 
 
 class Memory:
-    """An array, of which is known whether it was freed."""
+    """An array whose deletion can be observed."""
 
     def __init__(self, number: int, freed: set[int]) -> None:
         self.number, self.freed = number, freed

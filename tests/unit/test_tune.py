@@ -1,4 +1,4 @@
-"""`paceline tune` without a process: layouts, rates, whose turn it is, what is fastest, what is stored."""
+"""`paceline tune` without a process: layouts, rates, turns, the fastest layout, the stored result."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_elements_are_counted_where_the_first_dimension_tells_nothing() -> None:
     result = verdict.result(TWO)
     assert result is not None and result.of_one is not None
     assert result.of_one.median == 2.0  # and not 4
-    # A fixed batch per rank, and a divided one, whose first dimension tells it.
+    # A fixed batch per rank, and a divided one, whose first dimension shows it.
     assert not counts_elements([(1, Turn(1, 1, 32, 320, 9)), (2, Turn(1, 1, 64, 640, 9))])
     assert not counts_elements([(1, Turn(1, 1, 32, 320, 9)), (2, Turn(1, 1, 32, 320, 9))])
 
@@ -129,7 +129,7 @@ def test_the_shape_of_a_batch(args: tuple[object, ...], kwargs: dict[str, object
     assert shape_of_batch(args, kwargs) == shape
 
 
-# --- who is fastest ---
+# --- the fastest ---
 
 
 def turns(*rates: float, per_step: float = 64) -> list[Turn | None]:
@@ -272,7 +272,7 @@ def test_forty_columns_are_enough_for_the_table(
     assert "1.65x" in "".join(lines) and "33,000" in "".join(lines)
 
 
-# --- whose turn it is, and when to stop ---
+# --- the next turn, and when to stop ---
 
 
 def test_the_answer_is_drawn_with_a_bar_for_each_layout(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_layout_that_is_far_behind_is_out_and_a_sure_contest_is_over() -> None
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_recommended_layout_is_within_5_percent_of_the_best_one(seed: int) -> None:
-    """A machine that is faster and slower by and by, turns that vary by 3 %, and layouts of unknown speed."""
+    """A machine whose speed drifts, turns that vary by 3 %, and layouts of unknown speed."""
     dice = random.Random(seed)
     speeds = {layout: 100 * dice.uniform(0.6, 1.6) for layout in (ONE, TWO, FOUR)}
     standings = [Standing(layout, is_running=True, step_s=0.01) for layout in (ONE, FOUR, TWO)]
@@ -351,7 +351,7 @@ def test_the_recommended_layout_is_within_5_percent_of_the_best_one(seed: int) -
     assert speeds[verdict.recommended] >= 0.95 * max(speeds.values())
 
 
-# --- what is stored ---
+# --- the stored result ---
 
 HERE = Place("a processor", 4)
 

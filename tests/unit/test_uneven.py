@@ -1,4 +1,4 @@
-"""A rank without data in the steps of others: what becomes of its gradients, and whose model it gets."""
+"""A rank without data in the steps of others: its gradients, and the source of its model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Gradients:
 
 
 class BackwardSync:
-    """The backward passes of a model, in which this rank is rank 1 of 3.
+    """The backwards of a model, in which this rank is rank 1 of 3.
 
     Args:
-        actives: The ranks that have data in each of the backward passes to come.
+        actives: The ranks that have data in each of the coming backwards.
     """
 
     who = "rank 1 of 3"

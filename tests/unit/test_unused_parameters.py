@@ -1,4 +1,4 @@
-"""What the end of a backward does with parameters that no hook has handed over."""
+"""The end of a backward with parameters that no hook has handed over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A warm Python does what a Python does, and ends as it ends."""
+"""A warm Python behaves as a Python does, and ends as it ends."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_signals_reach_it_and_inherited_files_are_open(python: str) -> None:
 
 
 def test_it_dies_with_the_process_that_was_started(python: str) -> None:
-    # One write each: what two processes print may mix.
+    # One write each: the output of two processes may mix.
     program = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(100)"
     with subprocess.Popen([python, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,8 +1,8 @@
-"""Tables of wrong uses, and what their errors must be like.
+"""Tables of wrong uses, and the requirements on their errors.
 
-A row is one wrong value of one argument of one public callable. Its error must be one of ours, raised by our
-own code (and not by numpy, torch, Paddle or a socket that the value reached), and must name the argument,
-show the value, and say what was expected and what to do.
+A row is one wrong value of one argument of one public callable. Its error must be a Paceline error, raised by
+Paceline's own code (and not by numpy, torch, Paddle or a socket that the value reached), and must name the
+argument, show the value, and say what was expected and how to correct it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Use:
 
     Attributes:
         owner: The callable.
-        argument: Which the error must name.
-        value: The wrong one.
+        argument: The argument that the error must name.
+        value: The wrong value.
         call: Passes it.
-        shown: What the error shows of it; None: the beginning of its repr.
+        shown: The error's form of it; None: the beginning of its repr.
     """
 
     owner: str
@@ -57,18 +57,18 @@ def each(owner: str, argument: str, call: Callable[..., object], *values: Any) -
 
 
 def each_shown(owner: str, argument: str, call: Callable[..., object], *values: tuple[Any, str]) -> list[Use]:
-    """The same, with what the error shows of each."""
+    """The same, with the error's form of each."""
     return [Use(owner, argument, value, call, shown) for value, shown in values]
 
 
 def check(use: Use) -> None:
-    """Make the wrong use, and look at its error."""
+    """Make the wrong use, and check its error."""
     with pytest.raises(PacelineError) as caught:
         use.call(use.value)
     error, text = caught.value, str(caught.value)
     *_, innermost = traceback.extract_tb(error.__traceback__)
     assert OURS in Path(innermost.filename).parents, f"raised by {innermost.filename}:\n{text}"
-    # What is printed above ours ("During handling of ...") is not ours either.
+    # An exception that is printed above ours ("During handling of ...") is not allowed either.
     assert error.__context__ is None or error.__suppress_context__, repr(error.__context__)
     assert use.argument in text, f"does not name {use.argument!r}:\n{text}"
     assert use.text in text, f"does not show {use.text!r}:\n{text}"
