@@ -2,6 +2,7 @@
 
 #include "core/faults.h"
 #include "core/futex.h"
+#include "core/wait.h"
 
 namespace paceline {
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/failure.h"
+#include "core/wait.h"
 
 namespace paceline {
 

@@ -10,6 +10,7 @@
 #include "core/faults.h"
 #include "core/futex.h"
 #include "core/recorder.h"
+#include "core/wait.h"
 #include "reducer/reducer.h"
 
 namespace paceline {

@@ -12,7 +12,7 @@ from typing import Any
 import paddle
 
 from paceline.paddle.backward.gradients import Gradients
-from paceline.paddle.communicator.transport import PaddleTransport
+from paceline.paddle.communicator.flat_buckets import PaddleTransport
 from paceline.paddle.ddp import parallel
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.buffers import BufferSync

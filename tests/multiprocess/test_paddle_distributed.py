@@ -25,7 +25,7 @@ from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.paddle.communicator import start
 from paceline.paddle.communicator.find_peers import connect_environment
 from paceline.paddle.communicator.start import form_paddles_group, needs_paddles_group
-from paceline.reducer import agreement
+from paceline.reducer import model_agreement
 from tests.multiprocess.paddle_models import (
     KEEPS_EMPTY_GRADIENTS,
     Words,
@@ -295,7 +295,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
 def test_a_group_of_some_ranks_is_between_hosts_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks have other numbers in paddle.distributed's default group."""
     be_on_host(rank)
-    monkeypatch.setattr(agreement, "_PATIENCE_S", PATIENT_S)
+    monkeypatch.setattr(model_agreement, "_PATIENCE_S", PATIENT_S)
     join_paddle(rank)
     group = dist.new_group([1, 2])
     if rank == 0:

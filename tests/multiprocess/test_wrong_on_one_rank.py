@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
-from paceline.reducer import agreement
+from paceline.reducer import model_agreement
 from paceline.torch import DistributedDataParallel
 from tests.harness import kept_ranks
 
@@ -58,7 +58,7 @@ def test_arguments_over_gloo(rank: int) -> None:
 @kept_ranks(3, group="gloo")
 def test_a_rank_outside_of_the_group_waits_for_nobody(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody in the group waits for what it would say, and the next call of all ranks would meet that."""
-    monkeypatch.setattr(agreement, "_PATIENCE_S", LONG_S)
+    monkeypatch.setattr(model_agreement, "_PATIENCE_S", LONG_S)
     group = dist.new_group([1, 2])
     if rank == 0:
         with pytest.raises(ConfigError, match="this rank is in no such group"):

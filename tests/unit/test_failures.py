@@ -15,10 +15,10 @@ from paceline.collectives.failures import (
     Reason,
     describe_call,
     describe_late,
-    describe_slow,
     make_error,
     number_ranks,
 )
+from paceline.collectives.straggler_warning import describe_stragglers
 
 
 def call(kind, number=7, **details):
@@ -264,7 +264,8 @@ def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
     assert error.summary == "Rank 2 of 4 waited 1.2 s in vain; no rank is known to be late."
     assert "rank 3 (pid 1001) is alive" in error.seen
     assert error.late == ()
-    assert "has waited 1.2 s for something of which no rank is known to be late in" in describe_slow(seen)
+    warning = describe_stragglers(seen)
+    assert "has waited 1.2 s for something of which no rank is known to be late in" in warning
 
 
 def test_a_slow_wait_for_what_other_hosts_send_is_reported_as_such():
@@ -272,7 +273,7 @@ def test_a_slow_wait_for_what_other_hosts_send_is_reported_as_such():
     seen = facts(
         Reason.DEADLINE, ranks=[waiting(0, "host_sums", 2)], late=[], culprit=-1, group="host 3", rank=0
     )
-    told = describe_slow(seen)
+    told = describe_stragglers(seen)
     assert "rank 2 of 4 has waited 1.2 s for its peers on other hosts in" in told
     assert told.endswith("the wait ends with an error in 29 min (timeout_s)")
 
@@ -286,7 +287,7 @@ def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
 
 
 def test_a_slow_wait_is_told_in_one_line_and_what_was_seen():
-    told = describe_slow(facts(Reason.DEADLINE, waited_s=10.04))
+    told = describe_stragglers(facts(Reason.DEADLINE, waited_s=10.04))
     first, second, third = told.splitlines()
     assert first == (
         "rank 1 of 4 has waited 10.0 s for rank 2 in group 'world', all_reduce(float32 x 1000, sum), call #7"

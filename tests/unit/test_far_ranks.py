@@ -22,7 +22,7 @@ from paceline.trace.far_ranks import MOST_BYTES, FarRanks, State, Words, far_ran
 from paceline.trace.recording import Recording
 from paceline.trace.records import Event, backward_id
 from paceline.trace.ring_file import RankHeader, RankRecording
-from paceline.trace.slow import CauseWatch
+from paceline.trace.slow_ranks import CauseWatch
 from paceline.trace.totals import Total
 from tests.unit.test_live import MS, backwards, record
 

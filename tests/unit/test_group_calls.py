@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
 from paceline.reducer.process_group_waits import STATUS
 from paceline.torch.communicator.calls import GroupCalls
-from paceline.torch.communicator.transport import ProcessGroupTransport
+from paceline.torch.communicator.flat_buckets import ProcessGroupTransport
 from paceline.torch.ddp.join import NamingJoin
 
 WITHIN_S = 60.0

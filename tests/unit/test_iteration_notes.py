@@ -21,7 +21,7 @@ from paceline.reducer.backward.drift import (
     places_to_sample,
     turns_of,
 )
-from paceline.reducer.replica_check import Entry
+from paceline.reducer.replica_hashes import Entry
 
 
 @given(st.integers(0, 1023), st.integers(0, 4095), st.integers(0, 255), st.booleans())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ModelMismatchError, RendezvousError
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.model_agreement import ModelDescription, check_agreement
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, FrameReader, receive_frame, send_frame
 from paceline.rendezvous.hub import HubExchange

@@ -8,8 +8,7 @@ import itertools
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.reducer.sum_order import OrderedSum, cut_tree, join_in_order
-from paceline.reducer.virtual_ranks import played_by
+from paceline.reducer.sum_order import OrderedSum, cut_tree, join_in_order, played_by
 
 Tree = tuple[object, object] | int
 

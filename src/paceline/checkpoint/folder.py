@@ -1,4 +1,4 @@
-"""A folder of checkpoints: lists them, writes one, and removes old ones.
+"""A folder of checkpoints: lists them, and removes old ones. `writer` writes them.
 
 A checkpoint is two files: `step-00000012.pt`, of the framework's own format, and `step-00000012.json`, its
 manifest. The manifest is written after the other file is on the disk, and each file is renamed to its name
@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 FORMAT = 1
@@ -94,52 +93,11 @@ def why_damaged(folder: Path, manifest: Manifest) -> str:
         size = (folder / manifest.file).stat().st_size
         if size != manifest.bytes:
             return f"{manifest.file} has {size} bytes, and not {manifest.bytes}"
-        if _sha256(folder / manifest.file) != manifest.sha256:
+        if sha256_of(folder / manifest.file) != manifest.sha256:
             return f"{manifest.file} has other contents than were written: its SHA-256 differs"
     except OSError as error:
         return f"{manifest.file} can't be read: {error.strerror}"
     return ""
-
-
-def write_checkpoint(
-    folder: Path,
-    suffix: str,
-    save: Callable[[Path], None],
-    describe: Callable[[str, int, str], Manifest],
-    name: str,
-) -> None:
-    """Write a checkpoint. If the process is killed at any moment, the checkpoint is whole or has no manifest.
-
-    Args:
-        folder: The folder to write to.
-        suffix: The suffix of the framework's file.
-        save: Writes the framework's file at the path that it is given.
-        describe: Makes the manifest from the file's name, its size in bytes and its hash.
-        name: The name of both files, without suffix.
-
-    Raises:
-        OSError: For example, the disk is full. No incomplete file remains.
-    """
-    target = folder / f"{name}{suffix}"
-    temporary = folder / f"{target.name}.tmp"
-    manifest = folder / f"{name}.json"
-    temporary_manifest = folder / f"{manifest.name}.tmp"
-    try:
-        save(temporary)
-        size, digest = _on_disk(temporary), _sha256(temporary)
-        # Remove the manifest of an older, damaged file of this name: it must not describe the new file.
-        manifest.unlink(missing_ok=True)
-        temporary.rename(target)
-        _sync_folder(folder)
-        temporary_manifest.write_text(json.dumps(asdict(describe(target.name, size, digest)), indent=1))
-        _on_disk(temporary_manifest)
-        temporary_manifest.rename(manifest)
-        _sync_folder(folder)
-    except BaseException:
-        for path in (temporary, temporary_manifest):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        raise
 
 
 def remove_old(folder: Path, written: int, keep: int, also: Collection[int] = ()) -> None:
@@ -161,24 +119,9 @@ def remove_old(folder: Path, written: int, keep: int, also: Collection[int] = ()
                 path.unlink()
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _on_disk(path: Path) -> int:
-    """Flush a file to the disk; returns its size in bytes."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

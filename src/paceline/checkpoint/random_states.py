@@ -5,7 +5,6 @@ They are bytes by name. Python's and numpy's are JSON, which keeps each number e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,15 +34,6 @@ def set_random_states(ops: CheckpointOps, states: Mapping[str, bytes], parameter
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(_with_arrays(json.loads(states[_NUMPY])))
     ops.set_random_states(states, parameters)
-
-
-def seed_generators(ops: CheckpointOps, *parts: object) -> None:
-    """Seed all generators of this process with a hash of these parts."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    ops.seed(number)
 
 
 def pack(states: Mapping[str, bytes]) -> bytes:

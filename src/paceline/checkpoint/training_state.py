@@ -26,10 +26,10 @@ from paceline.checkpoint import random_states
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.plain_values import plain
 from paceline.errors import ConfigError, PacelineError, warn
-from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import dtype_name
+from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.peers import Ranks
 from paceline.rendezvous.messages import read_of_ranks
 

@@ -6,18 +6,21 @@ finishes the current checkpoint and ends when its input ends, or when the traini
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import select
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
-from paceline.checkpoint.folder import FORMAT, Manifest, name_of, remove_old, write_checkpoint
+from paceline.checkpoint.folder import FORMAT, Manifest, name_of, remove_old, sha256_of
 from paceline.checkpoint.snapshot import Described, read_state
 
 _LOOK_S = 1.0
@@ -86,6 +89,62 @@ def _write(ops: CheckpointOps, memory: int, folder: Path, job: dict[str, Any]) -
             free = ""
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{free}"
     return ""
+
+
+def write_checkpoint(
+    folder: Path,
+    suffix: str,
+    save: Callable[[Path], None],
+    describe: Callable[[str, int, str], Manifest],
+    name: str,
+) -> None:
+    """Write a checkpoint. If the process is killed at any moment, the checkpoint is whole or has no manifest.
+
+    Args:
+        folder: The folder to write to.
+        suffix: The suffix of the framework's file.
+        save: Writes the framework's file at the path that it is given.
+        describe: Makes the manifest from the file's name, its size in bytes and its hash.
+        name: The name of both files, without suffix.
+
+    Raises:
+        OSError: For example, the disk is full. No incomplete file remains.
+    """
+    target = folder / f"{name}{suffix}"
+    temporary = folder / f"{target.name}.tmp"
+    manifest = folder / f"{name}.json"
+    temporary_manifest = folder / f"{manifest.name}.tmp"
+    try:
+        save(temporary)
+        size, digest = _on_disk(temporary), sha256_of(temporary)
+        # Remove the manifest of an older, damaged file of this name: it must not describe the new file.
+        manifest.unlink(missing_ok=True)
+        temporary.rename(target)
+        _sync_folder(folder)
+        temporary_manifest.write_text(json.dumps(asdict(describe(target.name, size, digest)), indent=1))
+        _on_disk(temporary_manifest)
+        temporary_manifest.rename(manifest)
+        _sync_folder(folder)
+    except BaseException:
+        for path in (temporary, temporary_manifest):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
+
+
+def _on_disk(path: Path) -> int:
+    """Flush a file to the disk; returns its size in bytes."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -146,22 +146,6 @@ def make_error(facts: Facts) -> PacelineError:
     return _MAKERS[Reason(facts["reason"])](renumbered(facts))
 
 
-def describe_slow(facts: Facts) -> str:
-    """The text of a warning: the ranks that this rank waits for, until when, and what to check."""
-    facts = renumbered(facts)
-    lines = [
-        f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
-        f"{_awaited(facts)} in group {facts['group']!r}, {_doing(facts)}",
-        describe_late(facts),
-        f"the wait ends with an error in {in_words(facts['left_s'])} (timeout_s)",
-    ]
-    if facts["late"]:
-        pids = [facts["ranks"][rank]["pid"] for rank in facts["late"] if facts["ranks"][rank]["pid"]]
-        lines[-1] += ". Most often such a rank has run out of data or took another branch"
-        lines[-1] += f"; `paceline stacks {pids[0]}` shows where it is" if pids else ""
-    return "\n".join(filter(None, lines))
-
-
 def in_words(seconds: float) -> str:
     """A duration in words, rounded for messages."""
     if seconds >= 120:
@@ -169,24 +153,7 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def next_warning_s(warn_after_s: float, waited_s: float) -> float:
-    """Seconds after the start of a wait at which the next warning is due; as the core's next_warning_ns."""
-    unit_s = max(warn_after_s, 1e-3)
-    for times in (3, 6, 12):
-        if waited_s < times * unit_s:
-            return times * unit_s
-    return (waited_s // (30 * unit_s) + 1) * 30 * unit_s
-
-
-def _awaited(facts: Facts) -> str:
-    if facts["late"]:
-        return format_ranks(facts["late"])
-    if facts["ranks"][facts["rank"]]["waits_in"] == "host_sums":
-        return "its peers on other hosts"
-    return "something of which no rank is known to be late"
-
-
-def _doing(facts: Facts) -> str:
+def describe_activity(facts: Facts) -> str:
     activity = facts["ranks"][facts["rank"]]["activity"]
     call = describe_call(facts["call"])
     return f"{activity}; last call: {call}" if activity else call
@@ -195,7 +162,9 @@ def _doing(facts: Facts) -> str:
 def _where(facts: Facts) -> str:
     if "group" not in facts:
         return ""
-    return f"rank {facts['rank']} of {facts['world_size']}, group {facts['group']!r}, {_doing(facts)}"
+    return (
+        f"rank {facts['rank']} of {facts['world_size']}, group {facts['group']!r}, {describe_activity(facts)}"
+    )
 
 
 def _who(facts: Facts) -> str:

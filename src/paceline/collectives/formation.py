@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import _core
-from paceline.collectives.failures import describe_slow, number_ranks
+from paceline.collectives.failures import number_ranks
+from paceline.collectives.straggler_warning import describe_stragglers
 from paceline.errors import RendezvousError, format_ranks
 from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
@@ -31,7 +32,7 @@ def share(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: floa
 
 
 def _report_slow(facts: Mapping[str, Any]) -> None:
-    _log.warning("paceline: %s", describe_slow(facts))
+    _log.warning("paceline: %s", describe_stragglers(facts))
 
 
 def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float) -> HostMemory:

@@ -10,10 +10,9 @@ from paceline.data.epoch_sampler import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
 from paceline.data.sampler import choose_ending
-from paceline.data.sampler_arguments import length_of, seed_of
-from paceline.data.sampler_state import identify
+from paceline.data.sampler_arguments import identify, length_of, seed_of
 from paceline.errors import ConfigError
-from paceline.reducer.virtual_ranks import played_by
+from paceline.reducer.sum_order import played_by
 
 
 class DistributedBatchSampler(EpochSampler[list[int]]):

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from paceline.arguments import Arguments
 from paceline.data.deal import Deal
 from paceline.data.order import Order
-from paceline.data.sampler_state import check_state
+from paceline.data.sampler_arguments import check_state
 from paceline.errors import ConfigError
 
 Item = TypeVar("Item")

@@ -13,8 +13,7 @@ from paceline.data.deal import Deal, Ending, SampleDeal, Share
 from paceline.data.epoch_sampler import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
-from paceline.data.sampler_arguments import length_of, seed_of
-from paceline.data.sampler_state import identify
+from paceline.data.sampler_arguments import identify, length_of, seed_of
 from paceline.errors import ConfigError
 
 

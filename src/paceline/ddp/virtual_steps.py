@@ -10,22 +10,25 @@ sums the rest of the tree, and divides.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
+import numpy as np
+
 from paceline.arguments import Arguments
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
-from paceline.checkpoint.random_states import seed_generators
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.framework_ops import FrameworkOps
+from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.peers import Ranks
 from paceline.reducer.sum_order import OrderedSum
 
@@ -279,6 +282,15 @@ class _Leaves:
             one[name] = one[name] if name in one else other[name]
             self._ops.add([one[name]], 0.0)
         return one
+
+
+def seed_generators(ops: CheckpointOps, *parts: object) -> None:
+    """Seed all generators of this process with a hash of these parts."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    ops.seed(number)
 
 
 def note_idle_cores(owner: str, threads: int, world_size: int) -> None:

@@ -21,7 +21,6 @@ from paceline.ddp.virtual_steps import Step, VirtualRanks, check_model, checked_
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
 from paceline.health.preemption import stop_signals
-from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
 from paceline.reducer.backward.micro_batches import as_weight
@@ -44,8 +43,9 @@ from paceline.reducer.local_sgd.outer_sync import (
 )
 from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.local_sgd.replica_groups import join_replica_group
+from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.plan import BucketLayout, bucket_layout
-from paceline.reducer.virtual_ranks import played_by
+from paceline.reducer.sum_order import played_by
 from paceline.sharding.moving import move, move_out, refuse_unshareable
 from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import SharedStorage, written

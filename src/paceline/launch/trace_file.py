@@ -24,7 +24,7 @@ from paceline.trace.ring_file import (
     paths_in,
     read_start,
 )
-from paceline.trace.slow import AT_THE_END, SlowWatch, slow_ranks, whole_spans
+from paceline.trace.slow_ranks import AT_THE_END, SlowWatch, slow_ranks, whole_spans
 
 _LOOKS_EVERY_S = 5.0
 

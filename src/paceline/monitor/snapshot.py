@@ -15,7 +15,7 @@ from statistics import median
 from paceline.trace.far_ranks import FarRank, State
 from paceline.trace.records import Event, Record, backward_of, bits_float
 from paceline.trace.ring_file import RankHeader
-from paceline.trace.slow import Span
+from paceline.trace.slow_ranks import Span
 from paceline.trace.totals import Total
 
 BackwardKey = tuple[int, int]

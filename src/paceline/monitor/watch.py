@@ -38,7 +38,7 @@ from paceline.trace.ring_file import (
     read_notes,
     read_start,
 )
-from paceline.trace.slow import CauseWatch
+from paceline.trace.slow_ranks import CauseWatch
 from paceline.trace.usage import resident_bytes
 
 WINDOW_NS = 10_000_000_000

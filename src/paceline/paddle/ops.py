@@ -18,12 +18,12 @@ from paddle import nn
 from paceline.paddle import internals
 from paceline.paddle.model.gradient_stand_in import ScatteredGradient
 from paceline.paddle.model.parameters import DTYPES, describe_tensor
-from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.communicator import Communicator, Reduction
 from paceline.reducer.framework_ops import FrameworkOps, Names, dtype_name, nbytes, numel
 from paceline.reducer.gradient_buffer import GradientBuffer
+from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import Plan
-from paceline.reducer.replica_check import flattened
+from paceline.reducer.replica_hashes import flattened
 from paceline.trace.recording import batches, optimizer_steps
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError, RendezvousError
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.model_agreement import ModelDescription, check_agreement
 from paceline.reducer.plan import Plan
 from paceline.rendezvous.exchange import Exchange
 

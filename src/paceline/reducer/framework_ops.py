@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from paceline import _core
-from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.gradient_buffer import GradientBuffer
+from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import Plan
-from paceline.reducer.replica_check import Entry, hash_of_plain
+from paceline.reducer.replica_hashes import Entry, hash_of_plain
 
 if TYPE_CHECKING:
     from paceline.reducer.communicator import Communicator, Reduction

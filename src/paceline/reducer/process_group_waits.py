@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.collectives.failures import in_words, next_warning_s
+from paceline.collectives.straggler_warning import describe_unknown_stragglers, next_warning_s
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, warn
 from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error
 from paceline.health.peer_monitor import PeerMonitor
@@ -75,11 +75,8 @@ class ProcessGroupWaits:
             if waited_s > self._timeout_s:
                 raise self._late(what)
             if waited_s > warns_at_s:
-                warn(
-                    f"{self._who} has waited {waited_s:.0f} s for some rank: {self._where(what)}\n"
-                    f"  the wait ends with an error in {in_words(self._timeout_s - waited_s)} (timeout_s). "
-                    "Most often a rank has run out of data or took another branch"
-                )
+                left_s = self._timeout_s - waited_s
+                warn(describe_unknown_stragglers(self._who, self._where(what), waited_s, left_s))
                 warns_at_s = next_warning_s(self._warn_after_s, waited_s)
             if self.peer_monitor is not None and naps >= _USUAL_NAPS:
                 if not has_published:

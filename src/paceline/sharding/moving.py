@@ -15,7 +15,7 @@ from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes, numel
 from paceline.reducer.peers import Ranks
-from paceline.reducer.replica_check import Entry, check_replicas
+from paceline.reducer.replica_hashes import Entry, check_replicas
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.model_memory import share_model_memory

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Generic, TypeAlias
 
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import FrameworkOps, Tensor
+from paceline.reducer.model_agreement import ModelDescription, check_agreement
 from paceline.sharding.cuts import Extent, Piece, deal
 from paceline.sharding.journal import Journal, Part, storage_of_all
 from paceline.sharding.journal_layout import Slot, split

@@ -23,9 +23,9 @@ from paceline.errors import (
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.agreement import by_ranks
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.backward_errors import shorten
+from paceline.reducer.model_agreement import by_ranks
 
 _NUMBERS = struct.Struct("<4Q")  # filling a numpy array takes longer than a barrier
 NUMBERS_BYTES = _NUMBERS.size

@@ -23,7 +23,7 @@ from paceline.reducer.compression import (
     check_state,
 )
 from paceline.torch.communicator.comm_hook import GradBucket
-from paceline.torch.communicator.transport import as_real
+from paceline.torch.communicator.flat_buckets import as_real
 
 __all__ = [
     "Bf16Compression",

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.communicator import Communicator, Reduction
 from paceline.reducer.framework_ops import FrameworkOps, Names, dtype_name
 from paceline.reducer.gradient_buffer import GradientBuffer
+from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import Plan
-from paceline.reducer.replica_check import flattened
+from paceline.reducer.replica_hashes import flattened
 from paceline.torch.model.gradient_stand_in import ScatteredGradient
 from paceline.torch.model.inner_tensors import (
     as_plain,

@@ -7,8 +7,9 @@
 set(mutant_sources_of_calls.h
     cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/all_to_all.cc
     cpp/collectives/broadcast.cc cpp/collectives/calls.cc cpp/collectives/reduce_scatter.cc)
-set(mutant_sources_of_session.h
-    cpp/collectives/calls.cc cpp/collectives/messages.cc cpp/core/session.cc cpp/reducer/ending.cc)
+set(mutant_sources_of_wait.h
+    cpp/collectives/calls.cc cpp/collectives/messages.cc cpp/core/session.cc cpp/core/wait.cc
+    cpp/reducer/ending.cc cpp/reducer/host_sums.cc)
 set(mutant_sources_of_reducer.h
     cpp/reducer/ending.cc cpp/reducer/outcome.cc cpp/reducer/overlaps.cc cpp/reducer/plan.cc
     cpp/reducer/reducer.cc)
@@ -66,7 +67,7 @@ mutant(one_is_woken cpp/reducer/reducer.cc "backwards, 3 ranks" deadlock
 mutant(wake_before_the_change cpp/reducer/reducer.cc "backwards, 2 ranks" deadlock
   "shared.bell.fetch_add(1, std::memory_order_seq_cst);" ""
   "futex_wake(shared.bell, count);" "futex_wake(shared.bell, count); shared.bell.fetch_add(1);")
-mutant(sleep_without_comparing cpp/core/session.h "backwards, 2 ranks" deadlock
+mutant(sleep_without_comparing cpp/core/wait.h "backwards, 2 ranks" deadlock
   "{{&word, seen}," "{{&word, word.load() + 0 * seen},")
 mutant(no_wake_at_the_gate cpp/collectives/calls.cc "collectives, 2 ranks" deadlock
   "futex_wake(gate.phase, kWakeAll)" "(void)0")

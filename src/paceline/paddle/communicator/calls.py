@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.health.store_check import Work
 from paceline.paddle import internals
 from paceline.paddle.communicator.comm_hook import PaddleHook
-from paceline.paddle.communicator.transport import PaddleTransport
+from paceline.paddle.communicator.flat_buckets import PaddleTransport
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name
 from paceline.paddle.ops import OPS

@@ -37,11 +37,11 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.ops import OPS
 from paceline.paddle.sharding.shared_storage import StateDictGuard
-from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.backward.uneven import joining
 from paceline.reducer.comm_hooks import CommHook, check_callable
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
+from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
 from paceline.sharding.partial_steps import partial_steps

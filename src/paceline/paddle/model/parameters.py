@@ -12,8 +12,8 @@ from paceline import _core
 from paceline.ddp.wrapper_arguments import WrapperArguments
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.backward_errors import shorten
+from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
 
 DTYPES = {

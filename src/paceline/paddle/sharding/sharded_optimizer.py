@@ -38,8 +38,8 @@ from paceline.paddle.sharding.param_groups import (
 )
 from paceline.paddle.sharding.piece_parameters import PaddleShards
 from paceline.paddle.sharding.state_names import LoadedState, make_state, named, remembered
-from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.backward.sharing import registry
+from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.journal_layout import Slot, blocks_of
 from paceline.sharding.kinds import Kind, checked_kind

@@ -14,7 +14,7 @@ from paceline.paddle.communicator.find_peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.ops import OPS
-from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
+from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.sharding import shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole

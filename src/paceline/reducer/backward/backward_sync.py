@@ -52,7 +52,7 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
 from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome, Reducer
-from paceline.reducer.replica_check import Entry
+from paceline.reducer.replica_hashes import Entry
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 

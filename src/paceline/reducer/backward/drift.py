@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from paceline import _core
 from paceline.errors import ReplicasDifferError, format_ranks, warn
 from paceline.reducer.framework_ops import FrameworkOps, nbytes
-from paceline.reducer.replica_check import Entry, Gather, check_replicas
+from paceline.reducer.replica_hashes import Entry, Gather, check_replicas
 
 NOTHING = 0
 """The note of a rank without anything to report: it was in no backward, or in one that others shadowed."""

@@ -8,12 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import PacelineError
-from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
 from paceline.reducer.buffers import BufferedModel, BufferSync
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.framework_ops import FrameworkOps
+from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import BucketCaps, ParameterSpec
 
 Fingerprint = Sequence[tuple[int, int]]

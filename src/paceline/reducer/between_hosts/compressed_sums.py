@@ -17,7 +17,8 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.reducer.between_hosts.routes import Route
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Elements, Floats, KeptError
+from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K
+from paceline.reducer.error_feedback import Elements, Floats, KeptError
 from paceline.reducer.plan import Plan, pieces_of
 
 ENCODINGS = {"bf16": BF16, "fp16": FP16, "int8": EIGHT_BIT, "topk": TOP_K}

@@ -33,7 +33,7 @@ from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.compressed_sums import CodedSums
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
-from paceline.reducer.compression import Floats
+from paceline.reducer.error_feedback import Floats
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
 from paceline.reducer.protocol import BackwardStatus
 from paceline.rendezvous.limits import start_thread

@@ -34,7 +34,7 @@ from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.plan import BucketCaps, CappedBuckets, plan_gradients
 from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
-from paceline.reducer.replica_check import check_replicas
+from paceline.reducer.replica_hashes import check_replicas
 
 _Tensor = TypeVar("_Tensor", bound=Any)
 

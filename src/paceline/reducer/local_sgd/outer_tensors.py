@@ -7,7 +7,7 @@ from typing import Any, Generic
 
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, dtype_name, numel
 from paceline.reducer.plan import ParameterSpec
-from paceline.reducer.replica_check import Entry
+from paceline.reducer.replica_hashes import Entry
 
 
 class OuterTensors(Generic[Tensor]):

@@ -27,7 +27,7 @@ from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.torch.communicator.broadcast import PreparedBroadcast
 from paceline.torch.communicator.comm_hook import TorchHook
-from paceline.torch.communicator.transport import ProcessGroupTransport, asynchronous
+from paceline.torch.communicator.flat_buckets import ProcessGroupTransport, asynchronous
 
 _kept: deque[tuple[torch.Tensor, ...]] | None = deque(maxlen=64) if torch.__version__ < "2.8" else None
 _BRIEFLY = timedelta(milliseconds=20)

@@ -17,7 +17,7 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ConfigTypeError
 from paceline.reducer.comm_hooks import CommHook, HookedBucket, HookedBuckets, check_callable, wrong_result
 from paceline.reducer.gradient_buffer import GradientBuffer
-from paceline.torch.communicator.transport import as_real
+from paceline.torch.communicator.flat_buckets import as_real
 
 if TYPE_CHECKING:
     from paceline.torch.communicator.calls import GroupCalls

@@ -33,11 +33,11 @@ from paceline.reducer.communicator import (
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer
 from paceline.torch.communicator.calls import GroupCalls
-from paceline.torch.communicator.device_copies import DeviceCopies
 from paceline.torch.communicator.device_shard_transport import DeviceShardTransport
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
 from paceline.torch.communicator.hosts import join_hosts, join_peers
 from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
+from paceline.torch.communicator.pinned_copies import DeviceCopies
 from paceline.torch.ops import OPS
 
 

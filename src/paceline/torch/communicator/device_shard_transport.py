@@ -21,9 +21,9 @@ from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.plan import Plan
 from paceline.torch.communicator.calls import GroupCalls
-from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.flat_buckets import ProcessGroupTransport
 from paceline.torch.communicator.local_group import LocalCalls
-from paceline.torch.communicator.transport import ProcessGroupTransport
+from paceline.torch.communicator.pinned_copies import DeviceCopies
 
 
 class DeviceShardTransport(ProcessGroupTransport):

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
-from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
+from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.start import refuse_latecomers
 from paceline.sharding.partial_steps import partial_steps
 from paceline.torch.backend.init_process_group import membership_of_default_group

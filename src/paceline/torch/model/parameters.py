@@ -18,9 +18,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from paceline import _core
 from paceline.ddp.wrapper_arguments import WrapperArguments
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import policy_of
+from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
 from paceline.torch.model.inner_tensors import (
     form,

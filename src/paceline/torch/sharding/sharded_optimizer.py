@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from paceline.arguments import Arguments
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.backward.sharing import registry
+from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, Piece, fit_into_caches
 from paceline.sharding.journal import storage_of_all

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.arguments import Arguments
-from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
+from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.sharding import shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole

@@ -22,7 +22,14 @@ from paceline.trace.batches import samples_in
 from paceline.trace.recording import Recording, batches
 from paceline.trace.records import Event
 from paceline.trace.ring_file import RankHeader, RankRecording
-from paceline.trace.slow import AT_THE_END, WHILE_IT_RUNS, CauseWatch, SlowWatch, slow_ranks, whole_spans
+from paceline.trace.slow_ranks import (
+    AT_THE_END,
+    WHILE_IT_RUNS,
+    CauseWatch,
+    SlowWatch,
+    slow_ranks,
+    whole_spans,
+)
 from paceline.trace.totals import ModelTotals, Total, Totals, pack_totals, sum_of, unpack_totals
 
 MS = 1_000_000

@@ -7,7 +7,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from paceline import _core
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, KeptError
+from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K
+from paceline.reducer.error_feedback import KeptError
 
 COUNT = 900
 PIECES = [(0, 512), (512, 900)]

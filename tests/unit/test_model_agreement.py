@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ModelMismatchError
-from paceline.reducer.agreement import (
+from paceline.reducer.model_agreement import (
     ModelDescription,
     TensorDescription,
     check_agreement,

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from paceline.errors import ReplicasDifferError
-from paceline.reducer.replica_check import Entry, check_replicas, differing, flattened, hash_of_plain
+from paceline.reducer.replica_hashes import Entry, check_replicas, differing, flattened, hash_of_plain
 
 
 def row(*hashes: int, kind: str = "parameter") -> list[Entry]:
