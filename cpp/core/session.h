@@ -1,5 +1,5 @@
-// One rank's side of a group: its mapping of the region, its liveness thread, and
-// its end. wait.h has how it waits for other ranks.
+// One rank's side of a group: its mapping of the region, its liveness thread,
+// and its end. wait.h has how it waits for other ranks.
 //
 // A session does not handle the data that ranks exchange, except for messages
 // between two ranks: every wait moves those on (transfers.h).
@@ -97,11 +97,11 @@ class Session {
   }
 
   // --- waiting ---
-  /// Defined in wait.h. Blocks until `ready()`. Sleeps on `word`: the rank that makes ready() true
-  /// changes the word, then wakes its sleepers if `sleepers` is not 0. `place`,
-  /// of wait_place(), shows the other ranks where this one waits; `is_late(r)`:
-  /// whether it waits for rank r. Messages between two ranks move on during the
-  /// wait.
+  /// Defined in wait.h. Blocks until `ready()`. Sleeps on `word`: the rank that
+  /// makes ready() true changes the word, then wakes its sleepers if `sleepers`
+  /// is not 0. `place`, of wait_place(), shows the other ranks where this one
+  /// waits; `is_late(r)`: whether it waits for rank r. Messages between two
+  /// ranks move on during the wait.
   template <class Ready, class IsLate>
   void wait_until(uint64_t place, Atomic<uint32_t>& word,
                   Atomic<uint32_t>& sleepers, int64_t timeout_ns, Ready ready,

@@ -4,5 +4,5 @@ Nothing else in Paceline imports this folder. A file imports its library, the fr
 other integration. Each is optional: importing `paceline.integrations.lightning` needs Lightning.
 docs/trainers.md shows how to use them, and what was tested.
 
-This package itself has no public names.
+Not public. Import the module of your library.
 """
