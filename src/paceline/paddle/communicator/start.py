@@ -181,7 +181,7 @@ def _open_store(start: Start, *, serves: bool) -> MembershipClient:
             f"{start.who} could not {'open' if serves else 'reach'} the rendezvous address of this job.",
             where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
             seen=f"the port is held by {holder}" if holder else error.strerror or str(error),
-            likely="another job meets at the same address" if serves else "rank 0 has ended meanwhile",
+            likely="another job uses the same address" if serves else "rank 0 has ended meanwhile",
             hint=f"give each job a {_WHAT} of its own" if serves else "look at rank 0's output",
         ) from error
 
