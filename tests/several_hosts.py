@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.reducer.between_hosts import routes
-from paceline.reducer.between_hosts.wire import Begin, Message, Transfer
+from paceline.reducer.between_hosts.message_headers import Begin, Message, Transfer
 from paceline.rendezvous import shared_memory
 from tests.harness.rank_main import after_test
 

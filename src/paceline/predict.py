@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 from paceline import _core, units
 from paceline.errors import ConfigError
 from paceline.reducer.between_hosts.compressed_sums import ENCODINGS
+from paceline.reducer.between_hosts.message_headers import HEADER_BYTES
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES, plan_route
-from paceline.reducer.between_hosts.wire import HEADER_BYTES
 from paceline.units import format_ratio, format_size, format_time
 
 if TYPE_CHECKING:

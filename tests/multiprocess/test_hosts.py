@@ -37,8 +37,8 @@ from paceline.errors import (
 from paceline.health import lifetime
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
+from paceline.reducer.between_hosts.message_headers import Begin, Envelope, Message, Transfer
 from paceline.reducer.between_hosts.routes import plan_route
-from paceline.reducer.between_hosts.wire import Begin, Envelope, Message, Transfer
 from paceline.torch import DistributedDataParallel
 from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook

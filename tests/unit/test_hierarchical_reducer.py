@@ -26,11 +26,11 @@ from paceline import _core
 from paceline.errors import MismatchError
 from paceline.health.control_channel import ControlChannel
 from paceline.health.liveness_check import Activity
-from paceline.reducer.between_hosts import hierarchical, routes, wire
+from paceline.reducer.between_hosts import hierarchical, message_headers, routes
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.between_hosts.message_headers import Message, tag_of
 from paceline.reducer.between_hosts.routes import Route, num_shards, plan_route
 from paceline.reducer.between_hosts.value_messages import InFlightValues
-from paceline.reducer.between_hosts.wire import Message, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import BackwardStatus, Outcome
 
@@ -486,7 +486,7 @@ def test_a_backward_of_gradients_that_travel_as_they_are_has_three_headers(
 def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tags repeat after some plans, and then match; the first header reveals the mismatch."""
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
-    assert wire.tag_of(0, 0, 0, 1) == wire.tag_of(0, 0, 0, 9)
+    assert message_headers.tag_of(0, 0, 0, 1) == message_headers.tag_of(0, 0, 0, 9)
     generations = [1 if rank in layout[0] else 9 for rank in range(sum(map(len, layout)))]
     world = World(layout, 1 << 14, control=Failures, generations=generations)
 
@@ -511,15 +511,15 @@ def test_a_host_that_tells_another_weight_within_a_backward_is_noticed(
     # Two buckets, each of several chunks of sums: the last header beside gradients is not the first one.
     monkeypatch.setattr(hierarchical, "plan_route", functools.partial(plan_route, piece_bytes=1 << 12))
     world = World(layout, 1 << 17, control=Failures)
-    write, last = wire.Envelope.write, len(world.plan.buckets) - 1
+    write, last = message_headers.Envelope.write, len(world.plan.buckets) - 1
     assert last > 0
 
-    def write_another_weight(self: wire.Envelope, number: int, weight: float) -> None:
+    def write_another_weight(self: message_headers.Envelope, number: int, weight: float) -> None:
         header = self.header(number)
         is_later = header.round == 0 and (header.bucket == last or header.piece > 0)
         write(self, number, weight + is_later)
 
-    monkeypatch.setattr(wire.Envelope, "write", write_another_weight)
+    monkeypatch.setattr(message_headers.Envelope, "write", write_another_weight)
 
     def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         with pytest.raises(MismatchError, match="got another message from rank"):

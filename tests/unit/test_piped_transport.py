@@ -14,8 +14,8 @@ import pytest
 
 from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.between_hosts import piped_transport
+from paceline.reducer.between_hosts.message_headers import HEADER_BYTES, PLANS, Envelope, Message, tag_of
 from paceline.reducer.between_hosts.piped_transport import FRAME_BYTES, PipedTransport, Pipes
-from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Envelope, Message, tag_of
 
 PATIENT_S = 30.0
 

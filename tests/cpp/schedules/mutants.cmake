@@ -8,7 +8,7 @@ set(mutant_sources_of_calls.h
     cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/all_to_all.cc
     cpp/collectives/broadcast.cc cpp/collectives/calls.cc cpp/collectives/reduce_scatter.cc)
 set(mutant_sources_of_wait.h
-    cpp/collectives/calls.cc cpp/collectives/messages.cc cpp/core/session.cc cpp/core/wait.cc
+    cpp/collectives/calls.cc cpp/collectives/messages.cc cpp/core/session.cc cpp/core/wait_failures.cc
     cpp/reducer/ending.cc cpp/reducer/host_sums.cc)
 set(mutant_sources_of_reducer.h
     cpp/reducer/ending.cc cpp/reducer/outcome.cc cpp/reducer/overlaps.cc cpp/reducer/plan.cc

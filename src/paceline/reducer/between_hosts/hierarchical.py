@@ -40,13 +40,13 @@ from paceline.health.peer_errors import is_packed, pack_failure, unpack_failure
 from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.backward_reports import REPORT_BYTES, pack_bits, unpack_bits
-from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
 from paceline.reducer.between_hosts.compressed_sums import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.exchange import HostExchange
+from paceline.reducer.between_hosts.message_headers import HostsTransport
 from paceline.reducer.between_hosts.messages import Terms
 from paceline.reducer.between_hosts.peer_waits import PeerWaits, patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import num_shards, plan_route, spoken_for
-from paceline.reducer.between_hosts.wire import HostsTransport
+from paceline.reducer.between_hosts.sum_blocks import exact_blocks, whole_hosts
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer

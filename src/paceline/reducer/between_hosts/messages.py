@@ -15,11 +15,8 @@ import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.reducer.between_hosts.blocks import Blocks
 from paceline.reducer.between_hosts.compressed_sums import SumFormat
-from paceline.reducer.between_hosts.peer_waits import PeerWaits
-from paceline.reducer.between_hosts.routes import Route, turns_of
-from paceline.reducer.between_hosts.wire import (
+from paceline.reducer.between_hosts.message_headers import (
     HEADER_BYTES,
     Begin,
     Envelope,
@@ -27,6 +24,9 @@ from paceline.reducer.between_hosts.wire import (
     Message,
     Transfer,
 )
+from paceline.reducer.between_hosts.peer_waits import PeerWaits
+from paceline.reducer.between_hosts.routes import Route, turns_of
+from paceline.reducer.between_hosts.sum_blocks import Blocks
 
 
 @dataclass(frozen=True)

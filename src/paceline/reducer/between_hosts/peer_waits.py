@@ -12,7 +12,7 @@ from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerL
 from paceline.health.liveness_check import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
 from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error
 from paceline.health.peer_monitor import PeerMonitor
-from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
+from paceline.reducer.between_hosts.message_headers import Header, HostsTransport, Message
 
 _SHOWN = 300  # characters of a transport's own message
 _KNOWN_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows the reason

@@ -36,8 +36,15 @@ import numpy as np
 
 from paceline.health import lifetime
 from paceline.health.connections import shut_down, stop_receiving
+from paceline.reducer.between_hosts.message_headers import (
+    HEADER_BYTES,
+    PLANS,
+    Header,
+    Message,
+    lane_of,
+    tag_of,
+)
 from paceline.reducer.between_hosts.routes import MESSAGE_BYTES
-from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Header, Message, lane_of, tag_of
 from paceline.rendezvous.limits import start_thread
 
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)

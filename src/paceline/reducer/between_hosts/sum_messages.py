@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import TypeAlias
 
+from paceline.reducer.between_hosts.message_headers import HEADER_BYTES, Envelope, Message, tag_of
 from paceline.reducer.between_hosts.messages import InFlightBucket, Layout, Received, Sent, Terms, aligned
-from paceline.reducer.between_hosts.wire import HEADER_BYTES, Envelope, Message, tag_of
 
 _Either: TypeAlias = "Sent | Received"
 

@@ -38,8 +38,7 @@ from itertools import chain
 import numpy as np
 
 from paceline import _core
-from paceline.reducer.between_hosts.messages import InFlightBucket, Layout, Received, Sent, Terms, aligned
-from paceline.reducer.between_hosts.wire import (
+from paceline.reducer.between_hosts.message_headers import (
     HEADER_BYTES,
     Begin,
     Envelope,
@@ -47,6 +46,7 @@ from paceline.reducer.between_hosts.wire import (
     Transfer,
     tag_of,
 )
+from paceline.reducer.between_hosts.messages import InFlightBucket, Layout, Received, Sent, Terms, aligned
 
 _FINITE, _NOT_FINITE = 0, 1  # the byte behind the header in the second round
 

@@ -38,8 +38,8 @@ from paceline.health.connections import (
 )
 from paceline.health.control_channel import ControlChannel
 from paceline.reducer.between_hosts.hierarchical import Hosts
+from paceline.reducer.between_hosts.message_headers import Message
 from paceline.reducer.between_hosts.routes import num_shards, place_of
-from paceline.reducer.between_hosts.wire import Message
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
 from paceline.torch.communicator.store_exchange import store_of
@@ -125,7 +125,7 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
 
 
 class GlooTransport:
-    """A `paceline.reducer.between_hosts.wire.HostsTransport`."""
+    """A `paceline.reducer.between_hosts.message_headers.HostsTransport`."""
 
     def __init__(
         self,
