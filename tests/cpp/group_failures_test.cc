@@ -14,6 +14,7 @@
 #include "collectives/broadcast.h"
 #include "core/faults.h"
 #include "core/shared_text.h"
+#include "core/wait.h"
 #include "group_world.h"
 
 namespace paceline {
