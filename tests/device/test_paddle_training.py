@@ -160,7 +160,7 @@ def trained(model: nn.Layer) -> Iterator[paddle.Tensor]:
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2, group=None)
 def test_gradients_that_lie_otherwise_are_added_up(rank: int, view: bool) -> None:
-    """Those of a transposed weight, over several backwards."""
+    """The gradients of a transposed weight, over several backwards."""
     paddle_accelerator.join(rank)
 
     class Transposed(nn.Layer):

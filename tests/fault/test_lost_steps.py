@@ -94,7 +94,7 @@ def test_stopped(framework):
 
 @FRAMEWORKS
 def test_two_at_once(framework):
-    """Of three ranks one is left, with the whole step or with the knowledge that it has half of one."""
+    """One of three ranks is left, with the whole step or with the knowledge that it has half of one."""
     program, _ = PROGRAMS[framework][0]
     cases = [
         Case(program, (kill(rank=0, at=first), kill(rank=2, at=second)))

@@ -23,7 +23,7 @@ from tests.gpu.machine import Accelerator, missing
 from tests.gpu.parts import ROOT, Part, run_parts
 
 LIMIT_S = 340.0
-"""Of all parts together: with the build of the core it stays below six minutes."""
+"""The limit of all parts together: with the build of the core it stays below six minutes."""
 DEADLINES_S = {
     "first": 50.0,
     "torch": 90.0,
@@ -33,7 +33,7 @@ DEADLINES_S = {
     "toy": 30.0,
     "several": 50.0,
 }
-"""Of single parts. If each takes all of its own, LIMIT_S cuts the last ones."""
+"""The limits of single parts. If each takes all of its own, LIMIT_S cuts the last ones."""
 TRIAL_PATIENCE = 10.0
 """Times these in a trial without a GPU, on a machine that may be busy."""
 GPU_TESTS = {

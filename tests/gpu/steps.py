@@ -53,7 +53,7 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """Of the device."""
+        """The kind of the device."""
         return self.device.partition(":")[0]
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:

@@ -134,7 +134,7 @@ def test_a_secret_that_is_not_the_same(hosts: Hosts, tmp_path: Path, framework: 
 
 @FRAMEWORKS
 def test_other_versions(hosts: Hosts, tmp_path: Path, framework: str) -> None:
-    """Of the framework, as the second host sees it."""
+    """The framework of the second host has another version."""
     other = {"torch": "2.12.1+cpu", "paddle": "3.2.9"}[framework]
     change = f"import {framework}\n{framework}.__version__ = {other!r}\n"
     (tmp_path / "sitecustomize.py").write_text(change)

@@ -42,7 +42,7 @@ def test_nor_does_it_with_paddle(layout: str) -> None:
 
 @pytest.mark.parametrize("layout, blocks", [("2x2 in turn", 2), ("2x3", 2), ("1+2", 1)])
 def test_exact_sums_send_each_block_of_ranks(layout: str, blocks: int) -> None:
-    """As many bytes as docs/design/hosts.md states, of host 0."""
+    """Host 0 sends as many bytes as docs/design/hosts.md states."""
     found = measured(layout, "exact")
     sent = found["sent_bytes"]["exact"][0] / floor_bytes(layout, found["nbytes"])
     assert 1.0 < sent / ((blocks + 1) / 2) < 1.08

@@ -169,7 +169,7 @@ def with_accelerate(steps: int, depth: int = 0) -> Turn:
 
 
 class Digits(LightningModule):
-    """As in the example."""
+    """The example's model, with more layers."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

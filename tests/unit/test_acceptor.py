@@ -33,7 +33,7 @@ def address_of(listener: socket.socket) -> str:
     return listener.getsockname()[1:].decode()
 
 
-def test_the_oldest_of_too_many_silent_connections_is_told_to_come_again(dial: Dial) -> None:
+def test_the_oldest_of_too_many_silent_connections_is_asked_to_come_again(dial: Dial) -> None:
     with listen("") as listener, Acceptor(listener, 1, 100, lambda _: "hello") as acceptor:
         silent = [dial(address_of(listener)) for _ in range(70)]
         speaker = dial(address_of(listener))
@@ -96,7 +96,7 @@ def test_a_descriptor_among_silent_connections(dial: Dial) -> None:
         os.close(fd)
 
 
-def test_a_rank_that_is_told_to_come_again_gets_the_descriptor_then() -> None:
+def test_a_rank_that_is_asked_to_come_again_gets_the_descriptor_then() -> None:
     fd = os.memfd_create("handed-out")
     try:
         with listen("") as listener:

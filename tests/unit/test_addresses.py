@@ -74,7 +74,7 @@ def test_names_that_mean_each_host_itself(name, answer):
         ("192.0.2.77", "stands for 192.0.2.77, which is not an address of it"),
     ],
 )
-def test_gloo_is_told_the_interface_where_the_hosts_name_leads_nowhere(monkeypatch, stands_for, reason):
+def test_gloo_gets_the_interface_if_the_hosts_name_leads_nowhere(monkeypatch, stands_for, reason):
     resolve_as(monkeypatch, stands_for)
     interface, why = interface_for_gloo(ELSEWHERE)
     assert interface == "eth7"
@@ -82,12 +82,12 @@ def test_gloo_is_told_the_interface_where_the_hosts_name_leads_nowhere(monkeypat
     assert "node0 stands for 10.0.0.1" in why
 
 
-def test_gloo_is_told_nothing_where_the_hosts_name_is_right(monkeypatch):
+def test_gloo_gets_no_interface_if_the_hosts_name_is_right(monkeypatch):
     resolve_as(monkeypatch, ELSEWHERE.own_address)
     assert interface_for_gloo(ELSEWHERE) == ("", "")
 
 
-def test_a_listener_that_never_comes_is_told_at_the_deadline():
+def test_a_listener_that_never_comes_is_reported_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = {"what": "MASTER_ADDR", "who": "Rank 1 of 2", "likely": "rank 0 has ended", "hint": "look"}

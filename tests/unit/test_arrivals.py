@@ -68,7 +68,7 @@ def test_a_host_that_refuses_a_new_connection_is_there(ends: tuple[socket.socket
 
 
 def test_an_address_without_a_route_does_not_answer() -> None:
-    """As for every other host if the network interface is switched off: no connection begins."""
+    """Like every other host if the network interface is switched off: no connection begins."""
     trial = arrivals._Trial(socket.AF_INET, ("255.255.255.255", 9), time.monotonic())
     assert not trial.is_answered()
     trial.close()

@@ -75,7 +75,7 @@ def test_a_skipped_backward_names_the_odd_rank_out() -> None:
     assert error.ranks == (2,)
 
 
-def test_an_interrupted_backward_is_told_apart() -> None:
+def test_an_interrupted_backward_has_its_own_error() -> None:
     error = skipped_error([PLAIN, INTERRUPTED])
     assert "The backward of rank 1 of 2 ended in an exception" in str(error)
     assert error.ranks == (1,)

@@ -21,7 +21,7 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, dict[str, Any]]] = []
+        self.calls: list[tuple[str, int, dict[str, Any]]] = []
         self.notes: list[tuple[int, int, int]] = []
         self.forgotten: list[int] = []
         self.note: Any = lambda *record: self.notes.append(record)
@@ -35,7 +35,7 @@ class Recording:
         return 7
 
     def note_facts(self, what: str, model: int, **facts: Any) -> None:
-        self.told.append((what, model, facts))
+        self.calls.append((what, model, facts))
 
     def sample(self, now_ns: int, number: int) -> bool:
         return self.is_due
@@ -58,7 +58,7 @@ RANKS = Ranks()
 def recorded(monkeypatch):
     recorded = Recording()
     monkeypatch.setattr(backward_log, "recording", recorded)
-    monkeypatch.setattr(backward_log.lifetime, "at_failure", lambda tell: None)
+    monkeypatch.setattr(backward_log.lifetime, "at_failure", lambda report: None)
     return recorded
 
 
@@ -74,7 +74,7 @@ def test_backwards_of_a_model_have_numbers_of_their_own(log):
 def test_a_reader_learns_which_parameters_a_bucket_holds(log, recorded):
     buckets = [SimpleNamespace(nbytes=64, parameters=(2,)), SimpleNamespace(nbytes=128, parameters=(1, 0))]
     log.record_plan(SimpleNamespace(path="memory"), SimpleNamespace(buckets=buckets))
-    assert recorded.told == [
+    assert recorded.calls == [
         ("model", 7, {"rank": 1, "world_size": 2, "path": "memory"}),
         ("buckets", 7, {"buckets": [[64, "c"], [128, "b ... a"]]}),
     ]

@@ -40,7 +40,7 @@ def test_the_next_backward_knows_nothing_of_the_one_before(state):
     assert (state.status.forwards, state.status.refused, state.refusal) == (0, None, None)
 
 
-def test_a_forked_child_is_told_that_it_has_no_memory(state, monkeypatch):
+def test_a_forked_child_gets_an_error_that_it_has_no_memory(state, monkeypatch):
     state.check_process()
     wrapped_in = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: wrapped_in + 1)

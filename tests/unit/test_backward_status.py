@@ -11,7 +11,7 @@ from paceline.reducer.protocol import BackwardStatus
 LARGEST = (1 << 20) - 1  # a number of forwards
 LARGEST_DIGEST = (1 << BackwardStatus.DIGEST_BITS) - 1
 LARGEST_INDEX = (1 << 32) - 1
-TOLD: list[dict[str, Any]] = [
+STATUSES: list[dict[str, Any]] = [
     {"forwards": 0},
     {"forwards": 3},
     {"forwards": 3, "reached": 1},
@@ -35,24 +35,24 @@ TOLD: list[dict[str, Any]] = [
     {"finished": True},
     {"interrupted": True},
 ]
-TOLD += [{**told, "stops": True} for told in TOLD]
+STATUSES += [{**fields, "stops": True} for fields in STATUSES]
 
 
-@pytest.mark.parametrize("told", TOLD, ids=str)
-def test_a_word_tells_what_was_said(told):
-    status = BackwardStatus(**told)
+@pytest.mark.parametrize("fields", STATUSES, ids=str)
+def test_a_status_word_keeps_all_its_fields(fields):
+    status = BackwardStatus(**fields)
     again = BackwardStatus.unpack(status.pack())
     assert again == status
-    assert {name: getattr(again, name) for name in told} == told
+    assert {name: getattr(again, name) for name in fields} == fields
     assert status.pack() < 1 << 64
 
 
 def test_no_two_say_the_same():
-    assert len({BackwardStatus(**told).pack() for told in TOLD}) == len(TOLD)
+    assert len({BackwardStatus(**fields).pack() for fields in STATUSES}) == len(STATUSES)
 
 
 @pytest.mark.parametrize(
-    ("told", "agree"),
+    ("fields", "agree"),
     [
         ([(1, 1), (1, 1)], True),
         ([(5, 5), (3, 3), (1, 1)], True),  # different numbers of forwards
@@ -71,10 +71,10 @@ def test_no_two_say_the_same():
         ([(LARGEST, LARGEST), (LARGEST, 0)], True),
     ],
 )
-def test_ranks_agree_in_forwards_or_in_what_they_left(told, agree):
+def test_ranks_agree_in_forwards_or_in_what_they_left(fields, agree):
     for frozen in (None, 7):
         words = [
-            BackwardStatus(forwards, reached=reached, frozen=frozen).pack() for forwards, reached in told
+            BackwardStatus(forwards, reached=reached, frozen=frozen).pack() for forwards, reached in fields
         ]
         assert BackwardStatus.agree(words) is agree
 
@@ -88,28 +88,28 @@ def test_ranks_with_other_inputs_agree_as_those_with_the_same():
     assert not BackwardStatus(1, inputs=1).is_plain and BackwardStatus(1, inputs=1).is_count
 
 
-def without_stops(told: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in told.items() if name != "stops"}
+def without_stops(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "stops"}
 
 
 def test_ranks_agree_in_all_else_only_if_they_say_the_same():
-    words = [BackwardStatus(**told).pack() for told in TOLD]
+    words = [BackwardStatus(**fields).pack() for fields in STATUSES]
     # Ranks may write differently, have other inputs, and be asked to stop at different times.
     counts = ("forwards", "reached", "wrote_buffers", "inputs", "stops")
-    for one, told in zip(words, TOLD, strict=True):
-        for other, of_other in zip(words, TOLD, strict=True):
-            if set(told) <= set(counts) and set(of_other) <= set(counts):
+    for one, fields in zip(words, STATUSES, strict=True):
+        for other, of_other in zip(words, STATUSES, strict=True):
+            if set(fields) <= set(counts) and set(of_other) <= set(counts):
                 continue
-            if "frozen" in told and told.get("frozen") == of_other.get("frozen"):
+            if "frozen" in fields and fields.get("frozen") == of_other.get("frozen"):
                 continue
-            if told.get("static_graph") and of_other.get("static_graph"):
+            if fields.get("static_graph") and of_other.get("static_graph"):
                 continue
-            assert BackwardStatus.agree([one, other]) is (without_stops(told) == without_stops(of_other))
+            assert BackwardStatus.agree([one, other]) is (without_stops(fields) == without_stops(of_other))
     assert BackwardStatus.agree([])
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "fields"),
     [
         ({"refused": 1, "twice": 2, "graph_changed": True}, {"refused": 1}),
         ({"twice": 2, "graph_changed": True, "static_graph": True}, {"twice": 2}),
@@ -121,8 +121,8 @@ def test_ranks_agree_in_all_else_only_if_they_say_the_same():
         ({"forwards": 1, "refused": 1, "stops": True}, {"refused": 1, "stops": True}),
     ],
 )
-def test_of_several_things_the_worst_is_reported(said, told):
-    assert BackwardStatus.unpack(BackwardStatus(**said).pack()) == BackwardStatus(**told)
+def test_of_several_things_the_worst_is_reported(said, fields):
+    assert BackwardStatus.unpack(BackwardStatus(**said).pack()) == BackwardStatus(**fields)
 
 
 def test_what_is_counts_of_forwards():
@@ -133,14 +133,14 @@ def test_what_is_counts_of_forwards():
     )
     assert plain.is_plain and plain.is_count
     assert promised.is_count and frozen.is_count and not promised.is_plain and not frozen.is_plain
-    for told in (
+    for fields in (
         {"refused": 0},
         {"twice": 0},
         {"graph_changed": True},
         {"finished": True},
         {"interrupted": True},
     ):
-        assert not BackwardStatus(**told).is_count and not BackwardStatus(**told).is_plain
+        assert not BackwardStatus(**fields).is_count and not BackwardStatus(**fields).is_plain
 
 
 def test_a_promise_outlives_a_backward_and_nothing_else_does():

@@ -261,10 +261,10 @@ def test_each_start_is_timed_and_the_imports_are_reported(without_torch):
     assert report.is_complete
     assert len(report.data["rows"]["paceline"]) == 3
     assert all(sample["seconds"] >= 0.05 for sample in report.data["rows"]["paceline"])
-    (told,) = [note for note in report.notes if "importtime" in note]
-    assert "torch 2.1 ms" in told or "torch 2.10 ms" in told
-    assert "2 modules of its own 70" in told
-    assert "1 others 7" in told
+    (line,) = [note for note in report.notes if "importtime" in note]
+    assert "torch 2.1 ms" in line or "torch 2.10 ms" in line
+    assert "2 modules of its own 70" in line
+    assert "1 others 7" in line
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_all_bytes_are_compared_behind_a_note_of_all() -> None:
     assert held.snapshot.changed() == [(0, "b")]
 
 
-def test_without_bytes_versions_tell() -> None:
+def test_without_bytes_versions_show_a_write() -> None:
     dicts = [{"a": torch.zeros(3)}]
     snapshot = _core.BufferSnapshot(dicts, [{}], "_version", None)
     dicts[0]["a"].add_(1)

@@ -38,7 +38,7 @@ def models(order):
     return [Model(order) for _ in range(3)]
 
 
-def test_without_a_backward_everybody_may_make_calls(models):
+def test_without_a_backward_all_models_may_make_calls(models):
     assert all(model.may_launch for model in models)
 
 
@@ -73,7 +73,7 @@ def test_a_backward_that_is_given_up_lets_those_before_it_be_given_up_first(orde
     assert models[2].may_launch
 
 
-def test_where_giving_up_fails_nobody_makes_other_calls(order, models, monkeypatch):
+def test_where_giving_up_fails_no_model_makes_other_calls(order, models, monkeypatch):
     def fail():
         raise PeerLostError("Rank 1 of 2 died.", lost=(1,))
 

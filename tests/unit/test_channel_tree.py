@@ -30,7 +30,7 @@ def channels():
     end(found)
 
 
-def told(channels, guilty):
+def errors_of(channels, guilty):
     """The error that each other rank receives."""
     others = [each for rank, each in enumerate(channels) if rank != guilty]
     waiters = [Waiter(each) for each in others]
@@ -67,7 +67,7 @@ def test_up_to_a_number_of_ranks_it_is_a_star(monkeypatch):
 
 @pytest.mark.parametrize("guilty", [0, 1, 2, 6])
 def test_an_exception_reaches_all_others_with_its_text(channels, guilty):
-    outcomes = told(channels, guilty)
+    outcomes = errors_of(channels, guilty)
     next(outcomes)
     channels[guilty].report_failure(ValueError("the cause"))
     who = facts_of(guilty, HOSTS).describe()
@@ -77,7 +77,7 @@ def test_an_exception_reaches_all_others_with_its_text(channels, guilty):
 
 @pytest.mark.parametrize("dead", [0, 1, 4, 5])
 def test_a_death_is_known_to_all_others_with_its_host(channels, dead):
-    outcomes = told(channels, dead)
+    outcomes = errors_of(channels, dead)
     next(outcomes)
     kill(channels[dead])
     for error in outcomes:
@@ -116,10 +116,10 @@ def test_a_rank_that_does_not_come_is_named_on_all_hosts(monkeypatch):
     """The first rank of its host gives up before the hub does, and reports that to the hub."""
     join = channel_setup._join
 
-    def join_but_for_one(place, parent, told, **rest):
-        if told[0].rank == 5:
+    def join_but_for_one(place, parent, facts, **rest):
+        if facts[0].rank == 5:
             raise RendezvousError("it is stuck", seen="rank 5")
-        return join(place, parent, told, **rest)
+        return join(place, parent, facts, **rest)
 
     monkeypatch.setattr(channel_setup, "_join", join_but_for_one)
     monkeypatch.setattr(channel_setup, "_SHARE_OF_A_HOST", 0.1)
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_hosts(monkeypatch):
         assert rank == 5 or "did not come" in error.seen
 
 
-def test_ninety_ranks_meet_and_hear_of_a_death(monkeypatch):
+def test_ninety_ranks_connect_and_learn_of_a_death(monkeypatch):
     monkeypatch.setattr(channel_tree, "MOST_IN_A_STAR", MOST_IN_A_STAR)
     hosts = [range(10 * host, 10 * host + 10) for host in range(9)]
     channels = form(hosts=hosts)

@@ -42,7 +42,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 
 def facts_of(rank, hosts=HOSTS, **others):
     host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-    told = {
+    given = {
         "rank": rank,
         "world_size": sum(map(len, hosts)),
         "host": f"node{host}",
@@ -55,7 +55,7 @@ def facts_of(rank, hosts=HOSTS, **others):
         "clock_s": time.time(),
         "has_secret": True,
     }
-    return Facts(**{**told, **others})
+    return Facts(**{**given, **others})
 
 
 class Together:
@@ -176,7 +176,7 @@ def test_a_death_is_known_to_all_others(channels, dead):
         assert waiter.called.wait(30.0) and waiter.error is error
 
 
-def test_what_a_rank_tells_of_another_one_names_the_host_of_that(channels):
+def test_a_report_about_another_rank_names_the_host_of_that_rank(channels):
     channels[2].report_failure(PeerLostError("Rank 3 of 4 died.", seen="pid 103 crashed: SIGSEGV", lost=(3,)))
     error = channels[1].wait(30.0)
     assert error.lost == (3,) and error.summary == "Rank 3 of 4 died."
@@ -197,8 +197,8 @@ def test_what_a_rank_tells_of_another_one_names_the_host_of_that(channels):
     ids=lambda words: words[:30],
 )
 def test_words_of_an_unknown_peer_are_shown_as_they_are(words):
-    told = PeerLostError("Rank 1 raised.", seen=f"between hosts: {words}", lost=(1,))
-    assert unpack_failure(told) is told
+    error = PeerLostError("Rank 1 raised.", seen=f"between hosts: {words}", lost=(1,))
+    assert unpack_failure(error) is error
 
 
 def test_only_the_first_failure_counts(channels):
@@ -228,7 +228,7 @@ def test_who_asks_to_be_called_after_a_failure_is_called(channels):
     assert Waiter(channels[1]).called.wait(30.0)
 
 
-def test_a_channel_that_nobody_holds_leaves(channels):
+def test_a_channel_without_references_leaves(channels):
     gone = channels[3]._thread
     channels[3] = channels[2]  # the last reference, except for the thread's in its turns
     gone.join(30.0)
@@ -248,7 +248,7 @@ def waits_of(channel):
     )
 
 
-def test_who_waits_for_an_engine_is_told_of_a_failure(channels):
+def test_a_rank_that_waits_for_a_process_group_learns_of_a_failure(channels):
     timer = threading.Timer(0.2, channels[3].report_failure, (ValueError("the cause"),))
     timer.start()
     with pytest.raises(PeerLostError) as caught:
@@ -329,7 +329,7 @@ def test_unknown_peers_do_not_disturb(monkeypatch):
     held, threads = [], []
 
     def listen_among_unknown_peers():
-        listener, told = listen()
+        listener, address = listen()
         port = listener.getsockname()[1]
 
         def disturb():
@@ -349,7 +349,7 @@ def test_unknown_peers_do_not_disturb(monkeypatch):
 
         threads.append(threading.Thread(target=disturb))
         threads[0].start()
-        return listener, told
+        return listener, address
 
     monkeypatch.setattr(channel_setup, "_listen", listen_among_unknown_peers)
     try:
@@ -370,8 +370,8 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
     monkeypatch.setattr(
         channel_setup,
         "_join",
-        lambda place, parent, told, **rest: join(
-            replace(place, port=1) if told[0].rank == 3 else place, parent, told, **rest
+        lambda place, parent, facts, **rest: join(
+            replace(place, port=1) if facts[0].rank == 3 else place, parent, facts, **rest
         ),
     )
     outcomes = form(timeout_s=2.0)
@@ -382,7 +382,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
     assert outcomes[0].missing == (3,)
 
 
-def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
+def test_the_first_reason_is_reported_for_a_rank_that_has_tried_again(monkeypatch):
     """An unknown peer answers once at the address of rank 0, and afterwards no process does."""
     join, unknown_peer = channel_setup._join, socket.create_server(("127.0.0.1", 0))
 
@@ -392,11 +392,11 @@ def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
         with link:
             link.sendall(frame(Frame.CHALLENGE, b"of another job"))
 
-    def mislead(place, parent, told, **rest):
-        if told[0].rank == 3:
+    def mislead(place, parent, facts, **rest):
+        if facts[0].rank == 3:
             place = replace(place, port=unknown_peer.getsockname()[1], addresses=["127.0.0.1"])
             threading.Thread(target=answer_once).start()
-        return join(place, parent, told, **rest)
+        return join(place, parent, facts, **rest)
 
     monkeypatch.setattr(channel_setup, "_join", mislead)
     error = form(timeout_s=2.0)[3]
@@ -430,8 +430,8 @@ def test_a_frame_that_is_too_long_ends_the_connection_before_it_has_come():
 def test_what_is_altered_repeated_or_left_out_is_noticed():
     says = Seal(b"key")
     first, second = says.close(Frame.FAILED, b"one"), says.close(Frame.FAILED, b"two")
-    hears = Seal(b"key")
-    assert hears.open(Frame.FAILED, first) == b"one"
+    receiver = Seal(b"key")
+    assert receiver.open(Frame.FAILED, first) == b"one"
     for kind, payload in [
         (Frame.FAILED, first),
         (Frame.BEAT, second),
@@ -439,7 +439,7 @@ def test_what_is_altered_repeated_or_left_out_is_noticed():
         (Frame.FAILED, b""),
     ]:
         with pytest.raises(ConnectionError):
-            hears.open(kind, payload)
+            receiver.open(kind, payload)
     with pytest.raises(ConnectionError):
         Seal(b"key").open(Frame.FAILED, second)
     with pytest.raises(ConnectionError):
@@ -473,12 +473,12 @@ class Eavesdropper:
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
         join = channel_setup._join
 
-        def mislead(place, parent, told, **rest):
-            if told[0].rank == 3:
+        def mislead(place, parent, facts, **rest):
+            if facts[0].rank == 3:
                 self._hub = ("127.0.0.1", place.port)
                 self._threads[0].start()
                 place = replace(place, port=self._listener.getsockname()[1], addresses=["127.0.0.1"])
-            return join(place, parent, told, **rest)
+            return join(place, parent, facts, **rest)
 
         monkeypatch.setattr(channel_setup, "_join", mislead)
 
@@ -562,7 +562,7 @@ def test_a_connection_that_cannot_be_encrypted_is_reported_at_once(monkeypatch):
 
 
 @needs_openssl
-def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
+def test_a_rank_that_is_slow_to_encrypt_keeps_no_other_rank_waiting(monkeypatch):
     """One rank stops in mid-start; the others receive each other's messages, and later so does it."""
     encrypt, goes_on, counted = channel_setup._encrypt, threading.Event(), itertools.count()
 
@@ -609,7 +609,7 @@ def test_a_rank_that_cannot_listen_is_named_by_all_at_once(monkeypatch, rank):
         assert each.summary == f"Rank {rank} could not listen for the other ranks."
 
 
-def test_what_a_signal_handler_tells_in_the_midst_of_sending_comes_whole(channels):
+def test_a_report_from_a_signal_handler_in_the_midst_of_sending_arrives_whole(channels):
     """Each frame has a number, and is sealed with it."""
     connection, others = channels[2]._connections[0], iter([b"inner"])
     say = connection.say
@@ -629,8 +629,8 @@ def test_what_a_signal_handler_tells_in_the_midst_of_sending_comes_whole(channel
 
 
 @needs_openssl
-@pytest.mark.parametrize("by_hand", [True, False], ids=["close", "nobody holds it"])
-def test_a_hub_that_leaves_before_a_rank_can_hear_it_has_left_all_the_same(monkeypatch, by_hand):
+@pytest.mark.parametrize("by_hand", [True, False], ids=["close", "no references"])
+def test_a_hub_that_leaves_before_a_rank_receives_that_has_left_all_the_same(monkeypatch, by_hand):
     encrypt, goes_on, counted = channel_setup._encrypt, threading.Event(), itertools.count()
 
     def encrypt_late(*arguments):
@@ -732,7 +732,7 @@ def test_what_is_said_before_both_have_a_key_comes_afterwards():
 
 
 @needs_openssl
-def test_a_certificate_of_somebody_else_is_refused():
+def test_a_foreign_certificate_is_refused():
     own, other = tls.own_certificate(), tls.own_certificate.__wrapped__()
     assert own.fingerprint != other.fingerprint and tls.own_certificate() is own
     _, rank = ends()
@@ -760,7 +760,7 @@ def test_an_unknown_peer_who_speaks_otherwise_is_a_connection_error(word):
 # --- the secret ---
 
 
-def test_no_secret_unless_somebody_gives_one():
+def test_no_secret_unless_one_is_given():
     assert find_secret({}) is NO_SECRET
 
 
@@ -818,7 +818,7 @@ class Watcher:
             self.changed.notify_all()
 
     def take(self, rank, figures):
-        self._note("told", rank, figures)
+        self._note("report", rank, figures)
 
     def leave(self, rank):
         self._note("left", rank)
@@ -831,20 +831,20 @@ class Watcher:
             assert self.changed.wait_for(lambda: what in self.seen, 30), self.seen
 
 
-def test_reports_reach_the_hub_and_nobody_else(channels):
+def test_reports_reach_only_the_hub(channels):
     watcher = Watcher()
     channels[0].watch(watcher)
     channels[1].watch(other := Watcher())
     channels[3].report(b"three")
     channels[2].report(b"x" * 5000)  # too long: dropped
     channels[0].report(b"of the hub itself")
-    watcher.wait_for("told", 3, b"three")
+    watcher.wait_for("report", 3, b"three")
     channels[2].close()
     watcher.wait_for("left", 2)
     kill(channels[3])
     watcher.wait_for("lost", 3)
-    told = [what for each in (watcher, other) for what in each.seen if what[0] == "told"]
-    assert told == [("told", 3, b"three")]
+    reports = [what for each in (watcher, other) for what in each.seen if what[0] == "report"]
+    assert reports == [("report", 3, b"three")]
 
 
 def test_reports_go_through_a_tree(monkeypatch):
@@ -854,7 +854,7 @@ def test_reports_go_through_a_tree(monkeypatch):
         watcher = Watcher()
         channels[0].watch(watcher)
         channels[3].report(b"three")
-        watcher.wait_for("told", 3, b"three")
+        watcher.wait_for("report", 3, b"three")
     finally:
         end(channels)
 
@@ -869,8 +869,8 @@ def test_a_report_is_dropped_where_another_one_waits(channels):
         assert channels[3]._unsent[0] == before
         channels[3]._unsent[0] = b""
     channels[3].report(b"now")
-    watcher.wait_for("told", 3, b"now")
-    assert ("told", 3, b"later") not in watcher.seen
+    watcher.wait_for("report", 3, b"now")
+    assert ("report", 3, b"later") not in watcher.seen
 
 
 def test_a_rank_that_another_one_has_lost_is_gone_for_who_watches(channels):

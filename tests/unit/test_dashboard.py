@@ -64,7 +64,7 @@ def test_a_long_job_has_as_many_points_as_a_short_one():
     assert history.points[7].steps_per_s == pytest.approx(now.steps_per_s)
 
 
-def test_faults_recoveries_restarts_and_ends_are_told_once():
+def test_faults_recoveries_restarts_and_ends_are_reported_once():
     history = History()
     failure = [(1000 * MS, "PeerLostError: Rank 1 of 2 died.\n  where ...")]
     for number, each in enumerate(
@@ -130,8 +130,8 @@ def test_prometheus_reads_what_was_logged(name: str, value: float):
     records = [*window().records, Record(999 * MS, Event.LOGGED, 0, 0, float_bits(value))]
     now = snapshot([RankWindow(window().header, records, {0: name})], 1000 * MS)
     found = parsed(metrics_text(now, "07ad56"))
-    told = found["paceline_logged_value", WHO | {("name", name)}]
-    assert told == value or (math.isnan(told) and math.isnan(value))
+    value = found["paceline_logged_value", WHO | {("name", name)}]
+    assert value == value or (math.isnan(value) and math.isnan(value))
 
 
 def test_prometheus_gets_the_figures_of_each_rank():
@@ -249,20 +249,20 @@ def events(port: int) -> Iterator[tuple[str, dict]]:
     connection.close()
 
 
-def test_a_browser_is_told_all_then_what_is_new_then_the_end(page):
+def test_a_browser_receives_all_then_what_is_new_then_the_end(page):
     port, feed, _ = page
-    told = events(port)
-    name, data = next(told)
+    stream = events(port)
+    name, data = next(stream)
     assert (name, len(data["points"]), data["job"]["step"]) == ("all", 1, 19)
     assert {each["kind"] for each in data["incidents"]} == {"fault", "nonfinite"}
     feed.look()
-    name, data = next(told)
+    name, data = next(stream)
     assert (name, len(data["points"])) == ("now", 1)
     feed.end(3)
-    assert list(told) == [("ended", {"exit_status": 3})]
+    assert list(stream) == [("ended", {"exit_status": 3})]
 
 
-def test_connections_without_the_token_keep_nobody_from_reading(page):
+def test_connections_without_the_token_keep_no_reader_out(page):
     """Two for each permitted connection, which send a byte now and then."""
     port, feed, _ = page
     slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
@@ -272,14 +272,14 @@ def test_connections_without_the_token_keep_nobody_from_reading(page):
                 with contextlib.suppress(OSError):
                     each.send(b"G")
             assert ask(port, f"/?token={TOKEN}")[0] == 200
-        told = events(port)
-        assert next(told)[0] == "all"
+        stream = events(port)
+        assert next(stream)[0] == "all"
         slow += [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
         assert ask(port, "/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
         feed.look()
         # A connection that has shown the token is not closed for others. A busy machine may have had to
         # "wait".
-        assert next(name for name, _ in told if name != "wait") == "now"
+        assert next(name for name, _ in stream if name != "wait") == "now"
     finally:
         for each in slow:
             each.close()
@@ -318,7 +318,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("path", ["/", "/events"])
-def test_connections_that_read_no_answer_keep_nobody_from_reading(page, path: str):
+def test_connections_that_read_no_answer_keep_no_reader_out(page, path: str):
     """Even with the token: the oldest is closed."""
     unread = []
     try:
@@ -334,11 +334,11 @@ def test_connections_that_read_no_answer_keep_nobody_from_reading(page, path: st
 
 def test_a_recording_that_is_gone_is_reported(page, tmp_path):
     port, feed, _ = page
-    told = events(port)
-    assert next(told)[0] == "all"
+    stream = events(port)
+    assert next(stream)[0] == "all"
     shutil.rmtree(tmp_path)
     feed.look()
-    name, data = next(each for each in told if each[0] != "now")
+    name, data = next(each for each in stream if each[0] != "now")
     assert name == "trouble" and data["text"].startswith(f"The recording is gone: {tmp_path} was removed")
 
 

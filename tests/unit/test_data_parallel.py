@@ -226,7 +226,7 @@ def test_unused_frozen_and_sparse_parameters() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 18))
-def test_the_tree_adds_each_partial_sum_once_and_loads_nobody(count: int) -> None:
+def test_the_tree_adds_each_partial_sum_once_and_overloads_no_device(count: int) -> None:
     rounds = list(tree_rounds(count))
     assert sorted(sender for pairs in rounds for _, sender in pairs) == list(range(1, count))
     sums = list(range(count))

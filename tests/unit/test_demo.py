@@ -107,23 +107,23 @@ def try_script(
     script.write_text(SCRIPT.format(**{"waits": False, "writes": False, "crashes": False, **does}))
     framework = dataclasses.replace(demo.FRAMEWORKS["paddle"], script=script)
     way = demo.Way("theirs", 1, is_incumbent=is_incumbent)
-    told: list[str] = []
-    found = demo.try_to_run(framework, way, 3, limit_s, "round 1: theirs", told.append)
-    return found, len(calls.read_text()) if (calls := Path(f"{script}.calls")).exists() else 0, told
+    lines: list[str] = []
+    found = demo.try_to_run(framework, way, 3, limit_s, "round 1: theirs", lines.append)
+    return found, len(calls.read_text()) if (calls := Path(f"{script}.calls")).exists() else 0, lines
 
 
 def test_an_incumbent_that_crashes_after_its_report_counts(demo: ModuleType, tmp_path: Path) -> None:
-    found, calls, told = try_script(demo, tmp_path, is_incumbent=True, writes=True, crashes=True)
+    found, calls, lines = try_script(demo, tmp_path, is_incumbent=True, writes=True, crashes=True)
     assert found.samples_per_s == 7.0 and found.weights["weight"].tolist() == [1, 1, 1]
     assert calls == 1
-    assert told[-1].startswith("round 1: theirs: trained, and its process then crashed (killed by SIGABRT")
-    assert "pytorch#190489" in told[-1]
+    assert lines[-1].startswith("round 1: theirs: trained, and its process then crashed (killed by SIGABRT")
+    assert "pytorch#190489" in lines[-1]
 
 
 def test_an_incumbent_that_crashes_before_has_one_more_try(demo: ModuleType, tmp_path: Path) -> None:
-    found, calls, told = try_script(demo, tmp_path, is_incumbent=True, crashes=True)
+    found, calls, lines = try_script(demo, tmp_path, is_incumbent=True, crashes=True)
     assert found is None and calls == 2
-    crashes = [line for line in told if line.startswith("round 1: theirs: crashed (killed by SIGABRT")]
+    crashes = [line for line in lines if line.startswith("round 1: theirs: crashed (killed by SIGABRT")]
     assert len(crashes) == 2
 
 
@@ -135,6 +135,6 @@ def test_our_own_crash_is_an_error(demo: ModuleType, tmp_path: Path, capsys) -> 
 
 
 def test_a_run_that_takes_too_long_is_reported_and_no_error(demo: ModuleType, tmp_path: Path) -> None:
-    found, _, told = try_script(demo, tmp_path, is_incumbent=False, limit_s=10, waits=True)
+    found, _, lines = try_script(demo, tmp_path, is_incumbent=False, limit_s=10, waits=True)
     assert found is None
-    assert told[-1] == "round 1: theirs: could not be measured within 10 s; this machine is too busy"
+    assert lines[-1] == "round 1: theirs: could not be measured within 10 s; this machine is too busy"

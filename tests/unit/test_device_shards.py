@@ -101,7 +101,7 @@ def make_shards(count: int, timeout_s: float = WAIT_S) -> tuple[DeviceShards, Ex
     return shards, exchange, log
 
 
-def test_whoever_runs_the_backward_does_not_wait_for_a_shard():
+def test_the_thread_of_the_backward_does_not_wait_for_a_shard():
     shards, exchange, log = make_shards(3)
     may_come, threads = threading.Event(), []
 

@@ -29,24 +29,24 @@ def options_of(command: list[str]) -> dict[str, str]:
     return dict(zip(command[2::2], command[3::2], strict=True))
 
 
-def test_the_agent_is_told_what_it_would_guess_from_names() -> None:
+def test_the_agent_gets_options_that_it_would_guess_from_names() -> None:
     way = Way("node0", "10.77.0.1", "10.77.0.2", "eth0", False)
-    told = options_of(agent_command(ELASTIC, way, 29400, serves=False))
-    assert told["--rdzv-endpoint"] == "10.77.0.1:29400"
-    assert told["--local-addr"] == "10.77.0.2"
-    assert "is_host=0" in told["--rdzv-conf"]
-    assert (told["--nnodes"], told["--nproc-per-node"]) == ("2", "4")
+    options = options_of(agent_command(ELASTIC, way, 29400, serves=False))
+    assert options["--rdzv-endpoint"] == "10.77.0.1:29400"
+    assert options["--local-addr"] == "10.77.0.2"
+    assert "is_host=0" in options["--rdzv-conf"]
+    assert (options["--nnodes"], options["--nproc-per-node"]) == ("2", "4")
 
 
 def test_an_address_of_ipv6_is_bracketed() -> None:
     way = Way("node0", "fd00::1", "fd00::1", "", True)
-    told = options_of(agent_command(ELASTIC, way, 29400, serves=True))
-    assert told["--rdzv-endpoint"] == "[fd00::1]:29400"
-    assert "is_host=1" in told["--rdzv-conf"]
+    options = options_of(agent_command(ELASTIC, way, 29400, serves=True))
+    assert options["--rdzv-endpoint"] == "[fd00::1]:29400"
+    assert "is_host=1" in options["--rdzv-conf"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--nnodes", "2"], "--rdzv is missing"),
         (["--rdzv", "node0:29400"], "--nnodes is missing"),
@@ -60,24 +60,26 @@ def test_an_address_of_ipv6_is_bracketed() -> None:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_starts(arguments, told, tmp_path, capsys) -> None:
+def test_what_cannot_be_meant_is_refused_before_anything_starts(arguments, message, tmp_path, capsys) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(9)")
     assert main(["run", *arguments, str(script)]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_name_of_a_host_that_means_each_host_itself_is_refused(tmp_path, monkeypatch, capsys) -> None:
-    """As Debian's installer writes it into /etc/hosts: others reach that host at another address."""
+    """Debian's installer writes this into /etc/hosts: others reach that host at another address."""
     way = Way("node0", "127.0.1.1", "127.0.0.1", "lo", True)
     monkeypatch.setattr(elastic, "find_way", lambda *_: way)
     (tmp_path / "script.py").touch()
     assert main(["run", "--nnodes", "2", "--rdzv", "node0:29400", str(tmp_path / "script.py")]) == 2
-    told = capsys.readouterr().err
-    assert "--rdzv node0:29400 means this host on every host" in told and "--rdzv localhost:29400" in told
+    message = capsys.readouterr().err
+    assert (
+        "--rdzv node0:29400 means this host on every host" in message and "--rdzv localhost:29400" in message
+    )
 
 
-def test_host_0_is_where_all_meet(tmp_path, monkeypatch, capsys) -> None:
+def test_host_0_has_the_address_that_all_connect_to(tmp_path, monkeypatch, capsys) -> None:
     way = Way("node0", "10.77.0.1", "10.77.0.2", "eth0", False)
     monkeypatch.setattr(elastic, "find_way", lambda *_: way)
     (tmp_path / "script.py").touch()
@@ -86,20 +88,20 @@ def test_host_0_is_where_all_meet(tmp_path, monkeypatch, capsys) -> None:
     assert "--node-rank 0 is not on the host of --rdzv node0:29400" in capsys.readouterr().err
 
 
-def test_a_port_of_another_program_is_told_with_its_holder(tmp_path, capsys) -> None:
+def test_a_port_of_another_program_is_reported_with_its_holder(tmp_path, capsys) -> None:
     (tmp_path / "script.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["run", "--nnodes", "2", "--rdzv", f"localhost:{port}", str(tmp_path / "script.py")]) == 2
-    told = capsys.readouterr().err
-    assert f"Port {port} is in use" in told and f"held by pid {os.getpid()} (" in told
-    assert "--rdzv localhost:" in told  # with another port
+    message = capsys.readouterr().err
+    assert f"Port {port} is in use" in message and f"held by pid {os.getpid()} (" in message
+    assert "--rdzv localhost:" in message  # with another port
 
 
 def test_a_host_with_a_number_serves_if_it_is_the_first() -> None:
     way = Way("node0", "10.77.0.1", "10.77.0.1", "eth0", True)
-    told = options_of(agent_command(replace(ELASTIC, node_rank=1), way, 29400, serves=False))
-    assert (told["--rdzv-backend"], told["--node-rank"]) == ("static", "1")
+    options = options_of(agent_command(replace(ELASTIC, node_rank=1), way, 29400, serves=False))
+    assert (options["--rdzv-backend"], options["--node-rank"]) == ("static", "1")
 
 
 def test_each_host_records_under_its_own_name(tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_reported_before(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("ends", "status", "told"),
+    ("ends", "status", "message"),
     [
         ("sys.exit(3)", 3, ""),
         (
@@ -144,7 +146,7 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_reported_before(tmp_path: P
     ids=["exit", "SIGKILL"],
 )
 def test_what_is_seen_of_the_ranks_is_reported_when_the_agent_has_ended(
-    tmp_path: Path, ends: str, status: int, told: str
+    tmp_path: Path, ends: str, status: int, message: str
 ) -> None:
     """In a separate process, because it sets that process's signal handlers."""
     program = f"""
@@ -165,5 +167,5 @@ sys.exit(_run_watched(agent, os.environ, watch, master_address))
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", f"{told}the trace of us\n")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", f"{message}the trace of us\n")
     assert not (tmp_path / "folder").exists()  # no process has recorded anything

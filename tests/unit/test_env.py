@@ -86,7 +86,7 @@ MPIRUN = {
 
 
 @pytest.mark.parametrize(
-    ("tells", "address"),
+    ("variables", "address"),
     [
         # As Open MPI 4.1 and 5.0 set them.
         (
@@ -99,15 +99,17 @@ MPIRUN = {
         ({"PMIX_NAMESPACE": "prterun-login-node-12356@1"}, "login-node"),
     ],
 )
-def test_open_mpi_on_two_hosts_meets_where_mpirun_is(tells: dict[str, str], address: str) -> None:
-    env = read_rank_environment(MPIRUN | tells)
-    assert (env.master_addr, env.job_id) == (address, f"pmix-{tells['PMIX_NAMESPACE']}")
-    first = read_rank_environment(MPIRUN | tells | {"OMPI_COMM_WORLD_RANK": "0"})
+def test_open_mpi_on_two_hosts_connects_to_the_host_of_mpirun(
+    variables: dict[str, str], address: str
+) -> None:
+    env = read_rank_environment(MPIRUN | variables)
+    assert (env.master_addr, env.job_id) == (address, f"pmix-{variables['PMIX_NAMESPACE']}")
+    first = read_rank_environment(MPIRUN | variables | {"OMPI_COMM_WORLD_RANK": "0"})
     assert env.master_port == first.master_port
-    assert read_rank_environment(MPIRUN | tells | {"MASTER_ADDR": "mine"}).master_addr == "mine"
+    assert read_rank_environment(MPIRUN | variables | {"MASTER_ADDR": "mine"}).master_addr == "mine"
 
 
-def test_open_mpi_on_two_hosts_that_tells_no_address_is_refused_with_what_it_told() -> None:
+def test_open_mpi_on_two_hosts_without_an_address_is_refused_with_its_variables() -> None:
     with pytest.raises(ConfigError, match="MASTER_ADDR") as caught:
         read_rank_environment(MPIRUN)
     assert "OMPI_COMM_WORLD_LOCAL_SIZE=2" in caught.value.seen
@@ -234,7 +236,7 @@ def test_slurm_variables() -> None:
 
 
 @pytest.mark.parametrize(("node", "size"), [("0", 2), ("2", 2), ("3", 1), ("4", None), ("", None)])
-def test_slurm_tells_how_many_ranks_each_host_has(node: str, size: int | None) -> None:
+def test_slurms_variables_show_how_many_ranks_each_host_has(node: str, size: int | None) -> None:
     environ = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
     assert read_rank_environment(environ).local_world_size == size
 

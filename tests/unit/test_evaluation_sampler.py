@@ -83,14 +83,14 @@ def test_rows_come_back_in_order(length: int, world_size: int, dtype: type) -> N
     assert all(result is None for result in results[1:])
 
 
-def test_every_rank_is_told_who_has_the_wrong_number() -> None:
+def test_every_ranks_error_names_the_rank_with_the_wrong_number() -> None:
     errors = gather_on_all(10, 3, lambda sampler: np.zeros(len(sampler) - (sampler.rank == 1)))
     for error in errors:
         assert isinstance(error, MismatchError)
         assert "rank 1 of 3" in str(error) and "rank 1: 3" in str(error) and "rank 1: 2" in str(error)
 
 
-def test_every_rank_is_told_of_other_shapes_and_types() -> None:
+def test_every_ranks_error_names_other_shapes_and_types() -> None:
     for rows_of in (
         lambda sampler: np.zeros((len(sampler), 1 + sampler.rank)),
         lambda sampler: np.zeros(len(sampler), np.float32 if sampler.rank else np.float64),

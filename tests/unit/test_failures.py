@@ -174,15 +174,15 @@ def test_the_lost_and_the_late_are_fields():
     assert raised.seen == "ValueError: 7"
 
 
-def test_late_ranks_are_told_by_what_they_do():
+def test_late_ranks_are_described_by_their_activity():
     ranks = [
         rank_facts(0, "missing"),
         rank_facts(1, "alive", "in backward of step 912"),
         rank_facts(2, "dead"),
         rank_facts(3, "left"),
     ]
-    told = describe_late(facts(Reason.DEADLINE, late=[0, 1, 2, 3], ranks=ranks)).splitlines()
-    assert told == [
+    text = describe_late(facts(Reason.DEADLINE, late=[0, 1, 2, 3], ranks=ranks)).splitlines()
+    assert text == [
         "rank 0 has not joined the group",
         "rank 1 (pid 1001) is alive; in backward of step 912",
         "rank 2 (pid 1002) is dead; last call: all_reduce(float32 x 10, sum), call #7",
@@ -192,9 +192,9 @@ def test_late_ranks_are_told_by_what_they_do():
 
 def crossed(*ranks, **details):
     """The last rank has given up on rank 0; all wait."""
-    everybody = range(len(ranks))
-    told = {"ranks": list(ranks), "waiting": list(everybody), "late": [0], "world_size": len(ranks)}
-    return make_error(facts(Reason.DEADLINE, **(told | details)))
+    all_ranks = range(len(ranks))
+    given = {"ranks": list(ranks), "waiting": list(all_ranks), "late": [0], "world_size": len(ranks)}
+    return make_error(facts(Reason.DEADLINE, **(given | details)))
 
 
 def test_most_of_the_ranks_that_wait_are_right():
@@ -227,7 +227,7 @@ def test_of_two_ranks_the_one_with_more_forwards_is_out_of_step(rank):
     assert crossed(waiting(0, "backward", 2), waiting(1, "call", 7, forwards=2)).late == (1,)
 
 
-def test_where_nothing_tells_who_is_right_nobody_is_blamed():
+def test_where_nothing_shows_which_rank_is_right_no_rank_is_blamed():
     for forwards in ((0, 0), (1, 1), (0, 1)):
         of_each = [{"forwards": number} for number in forwards]
         error = crossed(waiting(0, "backward", 2, **of_each[0]), waiting(1, "call", 7, **of_each[1]))
@@ -241,7 +241,7 @@ def test_where_nothing_tells_who_is_right_nobody_is_blamed():
 
 
 @pytest.mark.parametrize(("rank", "late"), [(0, (1,)), (1, (0,)), (2, (1,))])
-def test_each_end_of_a_message_is_told_of_the_other(rank, late):
+def test_each_end_of_a_message_names_the_other(rank, late):
     to_0 = waiting(1, "message", 9, waits_for=[0])
     error = crossed(waiting(0, "call", 7), to_0, waiting(2, "call", 7), rank=rank)
     assert error.late == late
@@ -255,7 +255,7 @@ def test_a_rank_that_does_not_wait_is_late_by_itself():
     assert error.summary == "Rank 2 of 3 did not arrive within 1.2 s."
 
 
-def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
+def test_a_deadline_at_which_no_rank_looks_late_blames_no_rank():
     number_ranks("host 2", (2, 3), 4)
     ranks = [waiting(0, "call", 2), rank_facts(1)]
     seen = facts(Reason.DEADLINE, ranks=ranks, late=[], waiting=[0], culprit=-1, group="host 2", rank=0)
@@ -273,9 +273,9 @@ def test_a_slow_wait_for_what_other_hosts_send_is_reported_as_such():
     seen = facts(
         Reason.DEADLINE, ranks=[waiting(0, "host_sums", 2)], late=[], culprit=-1, group="host 3", rank=0
     )
-    told = describe_stragglers(seen)
-    assert "rank 2 of 4 has waited 1.2 s for its peers on other hosts in" in told
-    assert told.endswith("the wait ends with an error in 29 min (timeout_s)")
+    text = describe_stragglers(seen)
+    assert "rank 2 of 4 has waited 1.2 s for its peers on other hosts in" in text
+    assert text.endswith("the wait ends with an error in 29 min (timeout_s)")
 
 
 def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
@@ -286,9 +286,9 @@ def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
     assert "rank 6 (pid 1001) waits for a message from or to rank 4" in error.seen
 
 
-def test_a_slow_wait_is_told_in_one_line_and_what_was_seen():
-    told = describe_stragglers(facts(Reason.DEADLINE, waited_s=10.04))
-    first, second, third = told.splitlines()
+def test_a_slow_wait_is_described_in_one_line_and_what_was_seen():
+    text = describe_stragglers(facts(Reason.DEADLINE, waited_s=10.04))
+    first, second, third = text.splitlines()
     assert first == (
         "rank 1 of 4 has waited 10.0 s for rank 2 in group 'world', all_reduce(float32 x 1000, sum), call #7"
     )

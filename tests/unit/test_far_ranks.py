@@ -49,7 +49,7 @@ def figures(rank: int, last: dict[Total, float], words: Words = Words(100)) -> b
     return pack_figures(header(rank), BEFORE, last, words)
 
 
-def test_what_was_told_is_read_as_it_was(tmp_path: Path):
+def test_reports_are_read_unchanged(tmp_path: Path):
     words = Words(7, {"loss": 0.5, "nothing": math.nan}, "Boom: it", 1 << 30)
     begun_ns = time.monotonic_ns()
     FarRanks(lambda: tmp_path).take(2, figures(2, SLOW, words))
@@ -65,9 +65,9 @@ def test_what_was_told_is_read_as_it_was(tmp_path: Path):
 def test_the_longest_words_fit_into_a_frame_and_a_file(tmp_path: Path):
     values = {f"{number}" + "\N{SNOWMAN}" * 100: 1e-300 / 3 for number in range(60)}
     for words in (Words(1 << 62, values, "x" * 5000, 1 << 50), Words(3, {}, "\N{SNOWMAN}" * 5000, None)):
-        told = figures(2, SLOW, words)
-        assert len(told) <= MOST_BYTES
-        FarRanks(lambda: tmp_path).take(2, told)
+        report = figures(2, SLOW, words)
+        assert len(report) <= MOST_BYTES
+        FarRanks(lambda: tmp_path).take(2, report)
         (found,) = far_ranks(tmp_path)
         assert found.words.step == words.step
 
@@ -119,10 +119,10 @@ def test_a_disk_that_is_full_or_gone_is_no_error(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_tells_its_host_once_in_a_second_and_when_it_fails(tmp_path: Path):
-    told: list[bytes] = []
+def test_a_rank_reports_to_its_host_once_in_a_second_and_when_it_fails(tmp_path: Path):
+    reports: list[bytes] = []
     recording = Recording()
-    recording.report_to_host = told.append
+    recording.report_to_host = reports.append
     recording.start(tmp_path / "rank2.ring", 2, 4, 64)
     assert recording.sample(S, backward_id(0, 7)) and not recording.sample(S + 1, backward_id(0, 8))
     recording.logged["loss"] = 0.25
@@ -130,7 +130,7 @@ def test_a_rank_tells_its_host_once_in_a_second_and_when_it_fails(tmp_path: Path
     other = tmp_path / "other"
     other.mkdir()
     found = []
-    for each in told:
+    for each in reports:
         FarRanks(lambda: other).take(2, each)
         (far,) = far_ranks(other)
         found.append((far.words.step, far.words.values, far.words.failure))
@@ -175,7 +175,7 @@ def test_a_wait_whose_last_rank_is_elsewhere_is_globally_unused_here(tmp_path: P
     assert snapshot(windows, S).waited_for == {}
 
 
-def test_a_wait_for_ranks_of_other_hosts_counts_though_nobody_knows_for_whom():
+def test_a_wait_for_unknown_ranks_of_other_hosts_counts():
     """All ranks of this host have come to the end of a backward that has not ended."""
     begun = [record(1000, Event.BACKWARD_BEGAN, KEY), record(1050, Event.BACKWARD_ENDED, KEY)]
     windows = [RankWindow(header(rank, "node0"), [*backwards(10, 60, 100), *begun]) for rank in range(2)]

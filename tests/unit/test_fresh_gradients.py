@@ -35,13 +35,13 @@ def fresh(held):
     return FreshGradients(held.fingerprint, held.memory)
 
 
-def test_nobody_knows_before_a_backward_is_noted(fresh):
+def test_nothing_is_known_before_a_backward_is_noted(fresh):
     assert not fresh.is_used
     assert not fresh.are_unchanged()
     assert fresh.is_used
 
 
-def test_what_nobody_has_touched_is_unchanged(fresh):
+def test_untouched_gradients_are_unchanged(fresh):
     fresh.note()
     assert fresh.are_unchanged()
     assert fresh.are_unchanged()

@@ -22,8 +22,8 @@ def frozen(*indices: int, forwards: int = 1) -> BackwardStatus:
 def test_a_digest_travels_whole() -> None:
     for indices in ([0], [1, 5000], range(1000)):
         for forwards in (0, 1, 7):
-            told = BackwardStatus.unpack(frozen(*indices, forwards=forwards).pack())
-            assert (told.forwards, told.frozen) == (forwards, digest_of(indices))
+            status = BackwardStatus.unpack(frozen(*indices, forwards=forwards).pack())
+            assert (status.forwards, status.frozen) == (forwards, digest_of(indices))
 
 
 def test_ranks_differ_in_what_is_frozen_or_in_more() -> None:

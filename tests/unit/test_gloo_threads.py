@@ -105,7 +105,7 @@ def test_a_thread_that_is_ready_to_run_is_waited_for_longer(monkeypatch) -> None
         assert is_done
 
 
-def test_kernels_that_show_no_calls_tell_who_runs(monkeypatch) -> None:
+def test_kernels_that_show_no_calls_still_show_which_threads_run(monkeypatch) -> None:
     monkeypatch.setattr(gloo_threads, "_FUTEX", None)
     test_a_thread_that_waits_for_work_is_not_waited_for(monkeypatch)
     test_a_thread_at_work_is_waited_for("computes", monkeypatch)

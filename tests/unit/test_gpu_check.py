@@ -142,8 +142,8 @@ def test_an_error_is_shown_from_its_first_line_on():
 
 def test_what_pytest_counted_is_reported():
     part = Part("tests", (), 1.0)
-    told = "FAILED 3 passed\n=== 1 failed, 7 passed, 2 skipped, 1 warning in 9.81s ==="
-    assert Ended(part, "failed", 9.8, told).counts == "1 failed, 7 passed, 2 skipped"
+    output = "FAILED 3 passed\n=== 1 failed, 7 passed, 2 skipped, 1 warning in 9.81s ==="
+    assert Ended(part, "failed", 9.8, output).counts == "1 failed, 7 passed, 2 skipped"
     assert Ended(part, "ok", 9.8, "").counts == ""
 
 

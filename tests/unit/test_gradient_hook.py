@@ -29,7 +29,7 @@ IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 @pytest.fixture(params=[True, False], ids=["", "old-torch"])
 def has_exchange_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the core may read tensors itself; if not, all is as with torch before 2.10."""
+    """True if the core may read tensors itself; otherwise all is as with torch before 2.10."""
     if request.param and not IS_THERE:
         pytest.skip("this torch has no DLPack exchange API")
     monkeypatch.setattr(gradient_hooks, "HAS_EXCHANGE_API", request.param)

@@ -164,7 +164,7 @@ class Later:
         return self._number
 
 
-def test_a_tensor_without_values_tells_whoever_asks():
+def test_asking_for_the_values_of_a_meta_tensor_raises():
     value = torch.ones(3, device=DEVICE)
     for ask in (
         lambda: value.sum().item(),
@@ -288,7 +288,7 @@ def checks_of(
     return FiniteChecks(made, waits=waits, copy=copy), places, copies
 
 
-def test_infinities_are_told_when_the_device_has_answered():
+def test_infinities_are_reported_when_the_device_has_answered():
     checks, ((good, bad, _),), copies = checks_of(torch.ones(3), torch.ones(2), torch.ones(0))
     bad[1] = float("nan")
     checks.look(0)

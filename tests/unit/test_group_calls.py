@@ -128,7 +128,7 @@ def test_a_rank_that_is_late_ends_the_wait_too(calls):
     assert backend.is_aborted.wait(WITHIN_S)
 
 
-def test_two_ranks_on_one_gpu_are_told_to_use_one_each(calls):
+def test_the_error_of_two_ranks_on_one_gpu_advises_one_each(calls):
     """In NCCL's words, as torch 2.11 passes them on."""
 
     def begin() -> None:

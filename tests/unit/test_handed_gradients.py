@@ -102,7 +102,7 @@ class Parameter:
         self.grad.version = 0
 
 
-def test_it_tells_whose_gradient_is_not_what_was_handed_over():
+def test_it_finds_gradients_that_are_not_those_handed_over():
     parameters = [Parameter() for _ in range(4)]
     handed = HandedGradients()
     handed[0] = parameters[1].grad

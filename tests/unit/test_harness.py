@@ -36,7 +36,7 @@ from tests.unit import harness_programs as programs
 
 def test_all_forks_that_share_a_lifeline_die_with_it():
     theirs, ours = os.pipe()
-    ready, told = os.pipe()
+    ready, started = os.pipe()
     pids = []
     for _ in range(3):
         pid = os.fork()
@@ -44,7 +44,7 @@ def test_all_forks_that_share_a_lifeline_die_with_it():
             try:
                 os.close(ours)
                 die_with(theirs)
-                os.write(told, b"!")
+                os.write(started, b"!")
                 time.sleep(100)
             finally:
                 os._exit(0)
@@ -54,7 +54,7 @@ def test_all_forks_that_share_a_lifeline_die_with_it():
     os.close(ours)
     for pid in pids:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    for fd in (theirs, ready, told):
+    for fd in (theirs, ready, started):
         os.close(fd)
 
 
@@ -118,7 +118,7 @@ def test_two_runs_are_two_jobs():
     assert one != two
 
 
-def test_runs_side_by_side_meet(tmp_path):
+def test_runs_side_by_side_overlap(tmp_path):
     runs = {
         own: partial(run, programs.meet_another_run, 1, {"folder": str(tmp_path), "own": own, "other": other})
         for own, other in (("one", "two"), ("two", "one"))
@@ -502,7 +502,7 @@ def test_the_group_spans_all_ranks(group, count):
 
 
 @ranks(3, dies={1: signal.SIGKILL})
-def test_survivors_of_a_declared_death_hear_of_it(group):
+def test_survivors_of_a_declared_death_learn_of_it(group):
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError) as caught:
@@ -531,7 +531,7 @@ def rank_itself(rank):
     return rank
 
 
-def test_a_descriptor_that_somebody_else_has_closed_is_reported(monkeypatch, tmp_path):
+def test_a_descriptor_that_another_owner_has_closed_is_reported(monkeypatch, tmp_path):
     run(rank_itself, 1)
     with (tmp_path / "another").open("w") as file:
         monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", file.fileno())

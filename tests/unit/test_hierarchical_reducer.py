@@ -342,7 +342,7 @@ def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
         assert sorted(turn) == [0, 1, 2, 3], turns
 
 
-def test_the_receives_of_the_next_backward_delay_nobody() -> None:
+def test_the_receives_of_the_next_backward_delay_no_rank() -> None:
     """They are begun when a backward has ended, by the thread that waits and not by the one that ends it."""
     world = World([[0], [1]], 1 << 22)
     begun_by = world.links.begun_by
@@ -504,7 +504,7 @@ def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: p
 
 
 @pytest.mark.parametrize("layout", [[[0], [1]], [[0, 1], [2, 3]]], ids=["gradients as they are", "sums"])
-def test_a_host_that_tells_another_weight_within_a_backward_is_noticed(
+def test_a_host_that_sends_another_weight_within_a_backward_is_noticed(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
@@ -532,7 +532,7 @@ def test_a_host_that_tells_another_weight_within_a_backward_is_noticed(
 
 @pytest.mark.parametrize("element", [0, 2000, 20_000, -1])  # of several buckets and owners
 @pytest.mark.parametrize("values_bytes", VALUES_BYTES)
-def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
+def test_an_overflow_in_any_bucket_is_reported_at_the_end_of_the_backward(
     element: int, values_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that receives a mean from its owner has not seen the sum."""
@@ -541,7 +541,7 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
     assert len(world.plan.buckets) > 3
 
     def train(rank: int, reducer: HierarchicalReducer) -> Any:
-        told = []
+        results = []
         for value in (3e38, 1.0):  # finite on each rank
             for param in (2, 1, 0):
                 place = place_of(reducer, world.plan, param)
@@ -550,8 +550,8 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
                     place[element] = value
                 reducer.mark_ready(param)
             reducer.finish(BackwardStatus(1), False)
-            told.append((reducer.last.nonfinite, reducer.last.overflowed))
-        return told
+            results.append((reducer.last.nonfinite, reducer.last.overflowed))
+        return results
 
     assert world.run(train) == [[([], [1]), ([], [])]] * 2
 
@@ -562,7 +562,7 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
     st.booleans(),
 )
 @settings(max_examples=30, deadline=None)
-def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_exact: bool) -> None:
+def test_all_ranks_receive_the_report_of_each_one(sizes: list[int], random: Any, is_exact: bool) -> None:
     """Unused parameters and gradients that are not finite, of ranks with and without a shard."""
     order = list(range(sum(sizes)))
     random.shuffle(order)

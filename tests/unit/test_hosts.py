@@ -84,7 +84,7 @@ def test_weights_are_added_in_the_order_of_sums(weights: list[float]) -> None:
     assert add_in_order(weights) == tree(0, len(weights))
 
 
-def test_a_header_tells_what_a_message_is() -> None:
+def test_a_header_shows_what_a_message_is() -> None:
     message = np.zeros(HEADER_BYTES + 8, np.uint8)
     fields = {"generation": 2, "bucket": 7, "phase": 1, "host": 3, "piece": 4}
     envelope, number = Envelope(message, **fields), 1 << 40
@@ -127,9 +127,9 @@ def test_every_rank_is_spoken_for_once(sizes: list[int]) -> None:
     shards = num_shards(hosts)
     assert shards == min(sizes)
     for host in hosts:
-        told = [spoken_for(host, local_rank, shards) for local_rank in range(shards)]
-        assert sorted(rank for ranks in told for rank in ranks) == list(host)
-        assert [ranks[0] for ranks in told] == list(host[:shards])
+        dealt = [spoken_for(host, local_rank, shards) for local_rank in range(shards)]
+        assert sorted(rank for ranks in dealt for rank in ranks) == list(host)
+        assert [ranks[0] for ranks in dealt] == list(host[:shards])
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,15 @@ def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(
 ) -> None:
     hosts = by_host([host % num_hosts for host in placed])
     found = exact_blocks(hosts, most)
-    told = [hosts[block.host][slice(*block.local_ranks)] for block in found.blocks]
-    assert [rank for ranks in told for rank in ranks] == list(range(len(placed)))
-    assert found.steps or len(told) <= most
+    dealt = [hosts[block.host][slice(*block.local_ranks)] for block in found.blocks]
+    assert [rank for ranks in dealt for rank in ranks] == list(range(len(placed)))
+    assert found.steps or len(dealt) <= most
     rng = np.random.default_rng(0)
     for _ in range(100):
         row = list(map(float, rng.standard_normal(len(placed))))
-        assert found.add([add_in_order([row[rank] for rank in ranks]) for ranks in told]) == add_in_order(row)
+        assert found.add([add_in_order([row[rank] for rank in ranks]) for ranks in dealt]) == add_in_order(
+            row
+        )
     if has_bits_of_one_host(hosts) and len(hosts) <= most:
         assert found == whole_hosts(hosts, _core.MAX_RANKS)
 
@@ -212,17 +214,17 @@ def sums_of(hosts: list[list[int]]) -> list[float]:
     ],
 )
 def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError | MismatchError) -> None:
-    told = unpack_failure(
+    unpacked = unpack_failure(
         PeerLostError("Rank 0 of 2 raised.", seen=pack_failure(error, 2), lost=(0,)), "told by rank 2"
     )
-    assert type(told) is type(error)
-    assert (told.summary, told.where, told.likely, told.fields) == (
+    assert type(unpacked) is type(error)
+    assert (unpacked.summary, unpacked.where, unpacked.likely, unpacked.fields) == (
         error.summary,
         error.where,
         error.likely,
         error.fields,
     )
-    assert "told by rank 2" in told.seen
+    assert "told by rank 2" in unpacked.seen
     own = PeerLostError("Rank 0 of 2 raised.", seen="ValueError: mine")
     assert unpack_failure(own) is own
 
@@ -233,19 +235,23 @@ def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError 
 def test_a_long_text_reaches_others_cut(error: Exception) -> None:
     packed = pack_failure(error, 3)
     assert len(packed.encode()) < 1024  # the reports that one rank of a host can pass to the others
-    told = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)))
-    assert isinstance(told, PeerLostError)
+    unpacked = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)))
+    assert isinstance(unpacked, PeerLostError)
     if isinstance(error, ValueError):
-        assert told.lost == (3,) and "ValueError: \u00e9" in told.seen
+        assert unpacked.lost == (3,) and "ValueError: \u00e9" in unpacked.seen
     else:
-        assert told.lost == tuple(range(32)) and told.summary.startswith("xxx")
+        assert unpacked.lost == tuple(range(32)) and unpacked.summary.startswith("xxx")
 
 
 def test_an_exception_of_a_rank_names_it() -> None:
     packed = pack_failure(KeyboardInterrupt(), 3)
-    told = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)), "told by rank 3")
-    assert isinstance(told, PeerLostError) and told.lost == (3,) and told.summary.startswith("Rank 3 ")
-    assert "KeyboardInterrupt" in told.seen and "told by rank 3" in told.seen
+    unpacked = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)), "told by rank 3")
+    assert (
+        isinstance(unpacked, PeerLostError)
+        and unpacked.lost == (3,)
+        and unpacked.summary.startswith("Rank 3 ")
+    )
+    assert "KeyboardInterrupt" in unpacked.seen and "told by rank 3" in unpacked.seen
 
 
 def test_ranks_of_a_hosts_group_have_the_numbers_of_all() -> None:

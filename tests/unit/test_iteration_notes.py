@@ -51,7 +51,7 @@ def test_notes_are_of_what_was_done_since_the_backward_before() -> None:
     assert Note.unpack(notes.take(forwards=9, accumulated=False)) == Note(0, 7)
 
 
-def test_without_a_count_the_sample_tells_whether_there_was_a_write() -> None:
+def test_without_a_count_the_sample_shows_whether_there_was_a_write() -> None:
     values = np.zeros(3)
     notes = _core.IterationNotes(None, lambda _: _core.sample_all([values.ctypes.data], [values.nbytes]))
     for written in (0, 1, 0):
@@ -81,7 +81,7 @@ def test_who_did_what_is_reported_only_where_it_differs() -> None:
 
 
 class Replicas:
-    """Of two ranks; counts comparisons."""
+    """The replicas of two ranks; counts comparisons."""
 
     def __init__(self, differ: bool) -> None:
         self.differ = differ
@@ -151,7 +151,7 @@ def test_replicas_that_are_equal_all_the_same_are_not_compared_in_each_backward(
     assert replicas.num_checks == 3
 
 
-def test_dropped_batches_are_told_once() -> None:
+def test_dropped_batches_are_reported_once() -> None:
     watch = Replicas(differ=True).watch()
     notes = packed(Note(1, 5), Note(1, 5, dropped=1))
     with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1"):

@@ -129,7 +129,7 @@ def test_as_many_ranks_as_cores(planned: list[Plan]) -> None:
         (("--bind", "all", "script.py"), ["--bind"]),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     planned: list[Plan], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: list[str]
 ) -> None:
     try:

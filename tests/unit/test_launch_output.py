@@ -82,7 +82,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Screen, int]]:
 
 
 def read(master: int, expected: bytes) -> bytes:
-    """As many bytes as are expected; a terminal delivers them in chunks."""
+    """Read as many bytes as are expected; a terminal delivers them in chunks."""
     seen = b""
     while len(seen) < len(expected):
         seen += os.read(master, len(expected) - len(seen))

@@ -8,7 +8,7 @@ from paceline.health import lifetime
 
 
 class Leaving:
-    """Notes its exit warning, and raises if it is told to."""
+    """Notes its exit warning, and raises if asked to."""
 
     def __init__(self, name: str, said: list[str], *, is_broken: bool = False) -> None:
         self.name, self.said, self.is_broken = name, said, is_broken
@@ -19,7 +19,7 @@ class Leaving:
             raise RuntimeError(f"{self.name} is broken")
 
 
-def test_a_exit_warning_that_raises_keeps_nobody_else_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_warning_that_raises_keeps_no_other_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for name in ("_exit_warnings", "_last_exit_warnings"):
         monkeypatch.setattr(lifetime, name, [])

@@ -214,7 +214,7 @@ def test_a_window_is_short_and_keeps_the_last_value(tmp_path: Path):
 def test_values_are_logged_where_something_is_recorded(tmp_path: Path, monkeypatch):
     class Unasked:
         def __float__(self) -> float:
-            raise AssertionError("nobody records")
+            raise AssertionError("no rank records")
 
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     paceline.log("loss", Unasked())
@@ -304,7 +304,7 @@ def test_json_holds_words_for_what_is_no_number(own_jobs: Path):
 # --- which job ---
 
 
-def test_jobs_that_cannot_be_shown_are_told_so(own_jobs: Path):
+def test_jobs_that_cannot_be_shown_are_listed_with_the_reason(own_jobs: Path):
     with pytest.raises(ConfigError, match="No job of yours is running"):
         find_running(None)
     first = a_job()

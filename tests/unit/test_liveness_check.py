@@ -87,7 +87,7 @@ def give_up(channel):
     return peer_monitor.late()
 
 
-def until_told_all(channels):
+def until_all_are_answered(channels):
     """A rank that asks before it has received the last round's result would take that for its answer."""
     until_s = time.monotonic() + 60
     while any(each._liveness._num_seen == 0 for each in channels):
@@ -101,7 +101,7 @@ def wait_all(channels, but=()):
             each.activity = Activity("in forward of iteration 3", is_waiting=True)
 
 
-def test_nobody_is_named_where_all_wait(channels):
+def test_no_rank_is_named_where_all_wait(channels):
     wait_all(channels)
     for each in channels:
         late = each.late()
@@ -206,7 +206,7 @@ def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
     """The first to give up is at the end of its process when the others ask, and does not answer any more."""
     wait_all(channels, but=[3])
     assert give_up(channels[ended]).ranks == (3,)
-    until_told_all(channels)
+    until_all_are_answered(channels)
     with stopped(channels[ended]):
         late = channels[2].late()
     assert late is not None and late.ranks == (3,), late
@@ -216,7 +216,7 @@ def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
 def test_a_rank_that_was_busy_a_moment_ago_and_does_not_answer_is_named(channels):
     wait_all(channels, but=[3])
     assert give_up(channels[0]).ranks == (3,)
-    until_told_all(channels)
+    until_all_are_answered(channels)
     with stopped(channels[3]):
         late = channels[1].late()
     assert late is not None and late.ranks == (3,)
@@ -254,7 +254,7 @@ def test_who_has_left_owes_no_answer_and_is_named_as_one_that_has_left(channels)
         waits.poll(lambda: False, "a sum of values")
 
 
-def test_where_the_hub_has_left_nobody_is_said_to_be_stopped(channels):
+def test_where_the_hub_has_left_no_rank_is_said_to_be_stopped(channels):
     wait_all(channels)
     channels[0].close()
     neighbours = [each for each in channels[1:] if 0 in each._num_said]
@@ -298,7 +298,7 @@ def test_a_connection_that_an_engine_has_closed_names_the_silent_rank_and_no_bus
     assert isinstance(error, DeadlineError) and error.late == (0,)
 
 
-def test_a_failure_that_is_told_meanwhile_says_more(channels):
+def test_a_failure_that_is_reported_meanwhile_says_more(channels):
     wait_all(channels)
     found = []
     with stopped(channels[1]):
@@ -318,7 +318,7 @@ def test_a_rank_cannot_answer_for_another_one():
     end(found)
 
 
-def test_only_the_hub_tells_what_was_seen():
+def test_only_the_hub_reports_what_was_seen():
     found = form()
     with found[3]._lock:
         found[3]._send(0, Frame.SEEN, Seen((1,)).pack())

@@ -65,7 +65,7 @@ def test_calls_over_nccl_are_in_place_and_on_streams():
     assert source is flat is whole and is_part(into, flat, 4, 4) and is_part(own, flat, 4, 4)
 
 
-def test_calls_over_gloo_are_those_that_tell_when_they_are_complete():
+def test_calls_over_gloo_are_those_that_show_when_they_are_complete():
     calls, group = make_calls(CPU, "gloo")
     assert not calls.is_on_streams
     flat = torch.arange(8.0)
@@ -78,19 +78,19 @@ def test_calls_over_gloo_are_those_that_tell_when_they_are_complete():
 
 
 @pytest.mark.parametrize("engine", ["nccl", "gloo"])
-def test_nccl_is_told_that_the_process_ends(engine):
+def test_nccl_learns_that_the_process_ends(engine):
     group: Any = Group(CUDA, engine)
     LocalGroup(group, engine, 0, 2, "the group of host 0").leave()
     assert group.log == (["shutdown"] if engine == "nccl" else [])
 
 
-def check(told: list[dict[str, Any]], devices: list[torch.device], engine: str = "nccl") -> dict[str, Any]:
+def check(others: list[dict[str, Any]], devices: list[torch.device], engine: str = "nccl") -> dict[str, Any]:
     """The report of this rank; the others report the given values."""
     said: list[dict[str, Any]] = []
 
     def all_gather(payload: bytes, timeout_s: float) -> list[bytes]:
         said.append(json.loads(payload))
-        return [payload, *(json.dumps(said[0] | each).encode() for each in told)]
+        return [payload, *(json.dumps(said[0] | each).encode() for each in others)]
 
     peers: Any = SimpleNamespace(
         process_group=Group(CUDA, engine), exchange=SimpleNamespace(all_gather=all_gather), timeout_s=1.0

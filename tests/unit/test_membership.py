@@ -110,7 +110,7 @@ def test_ranks_with_one_secret_go_on():
         (b"", "has no secret, and rank {} on host node0 (pid 10{}) has one", "has a secret, and rank 2"),
     ],
 )
-def test_ranks_with_different_secrets_are_told_at_once_who_they_are(odd, words, own_words):
+def test_ranks_with_different_secrets_are_named_at_once(odd, words, own_words):
     begun = time.monotonic()
     arrivals = [arrival(0), arrival(1), arrival(2, host="node1")]
     first, second, third = attend_all(arrivals, secrets=[SECRET, SECRET, odd])
@@ -264,7 +264,7 @@ def test_nothing_speaks_against_ranks_that_are_not_all_there():
 
 @pytest.mark.parametrize("call", ["add", "write", "read"])
 def test_a_store_that_does_not_answer_ends_at_the_deadline(call, monkeypatch):
-    """As torch's does while the process of rank 0 is stopped."""
+    """A store that blocks, like torch's while the process of rank 0 is stopped."""
     monkeypatch.setattr(membership, "_ANSWER_WITHIN_S", 0.5)
     membership_store, is_over = Memory(), threading.Event()
     monkeypatch.setattr(membership_store, call, lambda *_: is_over.wait(60))
@@ -306,7 +306,7 @@ def test_a_latecomer_without_the_secret_ends_no_job(others):
     assert membership.latecomer() is None
 
 
-def test_a_store_that_is_gone_tells_of_no_latecomer(monkeypatch):
+def test_a_store_that_is_gone_shows_no_latecomer(monkeypatch):
     monkeypatch.setattr(membership, "_ANSWER_WITHIN_S", 0.1)
     membership_store, complete = come_together()
 

@@ -98,7 +98,7 @@ def test_an_answer_that_is_late_is_not_that_of_the_next_request() -> None:
         b"\xff\xfe\n",
     ],
 )
-def test_an_unknown_peer_is_turned_away_and_nobody_else(
+def test_only_an_unknown_peer_is_turned_away(
     server: MembershipServer, connect: Connect, words: bytes
 ) -> None:
     client = connect()
@@ -210,7 +210,7 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
 
 
 def test_a_request_is_one_line_of_json(server: MembershipServer) -> None:
-    """As the docs say, and in chunks."""
+    """The request of the docs, sent in chunks."""
     with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as client:
         client.sendall(b'["add", "n", 2]\n["re')
         with client.makefile("rb") as answers:

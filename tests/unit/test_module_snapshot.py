@@ -12,7 +12,7 @@ from paceline._core import ModuleSnapshot
 
 
 class Tensor:
-    """As far as a snapshot looks at one."""
+    """The attributes of a tensor that a snapshot reads."""
 
     def __init__(self, requires_grad: bool) -> None:
         self.requires_grad = requires_grad

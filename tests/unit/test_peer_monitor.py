@@ -21,12 +21,12 @@ class Core:
         self.activities = ["", "", ""]
         self.forwards = [0, 0, 0]
         self.states = ["alive"] * 3
-        self.told: list[str] = []
+        self.texts: list[str] = []
         self.error: Exception | None = None
 
     def set_activity(self, text: str, forwards: int = 0) -> None:
         self.activities[0], self.forwards[0] = text, forwards
-        self.told.append(text)
+        self.texts.append(text)
 
     def check_usable(self) -> None:
         if self.error is not None:
@@ -71,18 +71,18 @@ def after(count: int):
 def waiting() -> str:
     core = Core()
     PeerMonitor(MemorySource(core)).publish_waiting()
-    return core.told[0]
+    return core.texts[0]
 
 
-def test_a_short_wait_tells_nobody(core):
+def test_a_short_wait_is_not_reported(core):
     waits_of(core, 60.0).poll(after(3), 0)
-    assert core.told == []
+    assert core.texts == []
 
 
 def test_a_wait_that_ends_is_no_excuse_later(core):
     core.set_activity("in forward 2 of iteration 3", 2)
     waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done at the next query after the death
-    assert core.told[1:] == [waiting(), "in forward 2 of iteration 3"] and core.forwards[0] == 2
+    assert core.texts[1:] == [waiting(), "in forward 2 of iteration 3"] and core.forwards[0] == 2
 
 
 def test_who_waits_as_well_is_not_late(core):
@@ -104,7 +104,7 @@ def test_who_has_given_up_is_not_late_and_stays_so(core):
     assert caught.value.late == (2,)
 
 
-def test_where_all_wait_nobody_is_named(core):
+def test_where_all_wait_no_rank_is_named(core):
     core.activities[1:] = [waiting(), waiting()]
     with pytest.raises(DeadlineError, match="does not say which rank") as caught:
         waits_of(core).poll(lambda: False, 0)
@@ -119,7 +119,7 @@ def test_who_ends_after_a_call_has_sent_what_it_owes(core):
 
 
 def test_a_death_ends_the_wait(core):
-    core.error = PeerLostError("Rank 2 of 3 died.", seen="the kernel told", lost=(2,))
+    core.error = PeerLostError("Rank 2 of 3 died.", seen="the kernel reported", lost=(2,))
     with pytest.raises(PeerLostError, match=r"(?s)Rank 2 of 3 died.*rank 0 of 3, .*over a group") as caught:
         waits_of(core, 60.0).poll(lambda: False, "a sum")
     assert caught.value.lost == (2,)
@@ -169,16 +169,16 @@ def test_a_rank_that_is_dead_has_not_left(core):
     assert error.lost == (1,) and "Rank 1 of 3 died" in str(error)
 
 
-def test_what_is_told_of_a_death_is_waited_for(core):
+def test_the_report_of_a_death_is_waited_for(core):
     core.states[1] = "dead"
-    asked, told = iter(range(3)), PeerLostError("Rank 1 of 3 died.", lost=(1,))
+    asked, error = iter(range(3)), PeerLostError("Rank 1 of 3 died.", lost=(1,))
 
     def check_usable() -> None:
         if next(asked, None) is None:
-            raise told
+            raise error
 
     core.check_usable = check_usable
-    assert PeerMonitor(MemorySource(core)).find_lost(30.0) is told
+    assert PeerMonitor(MemorySource(core)).find_lost(30.0) is error
 
 
 @pytest.mark.parametrize(

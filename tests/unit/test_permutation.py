@@ -122,7 +122,7 @@ def test_steps_between_neighbours_are_even(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_place_epoch_seed_and_rank_tell_nothing(length: int) -> None:
+def test_place_epoch_seed_and_rank_predict_nothing(length: int) -> None:
     first = whole(length, derive_key(0, 0))
     for other in (np.arange(length), whole(length, derive_key(0, 1)), whole(length, derive_key(1, 0))):
         assert abs(correlation(first, other)) < 5
@@ -133,7 +133,7 @@ def test_place_epoch_seed_and_rank_tell_nothing(length: int) -> None:
 
 
 def test_fixed_points_and_digits() -> None:
-    """As many fixed points as chance has (Poisson, mean 1), and both digits of the network well mixed."""
+    """Fixed points are as many as by chance (Poisson, mean 1), and both digits of the network well mixed."""
     fixed = [int((whole(10_000, derive_key(7, i)) == np.arange(10_000)).sum()) for i in range(300)]
     assert abs(np.mean(fixed) - 1) < 5 / np.sqrt(300)
     first_hundred = np.concatenate([whole(10_000, derive_key(8, i))[:100] for i in range(300)])

@@ -65,7 +65,7 @@ class World:
             self.communicator(),
             options or Options(),
             self.statistics,
-            lambda communicator, plan: self.events.append("told"),
+            lambda communicator, plan: self.events.append("notified"),
         )
 
     def communicator(self) -> Any:
@@ -100,7 +100,7 @@ def test_it_begins_with_the_reverse_of_registration(world):
     planning = world.planning()
     assert planning.reduction.plan.order == (2, 1, 0)
     assert not planning.is_order_final
-    assert world.events == ["gradients move", "told"]
+    assert world.events == ["gradients move", "notified"]
 
 
 def test_the_order_of_rank_0_becomes_the_plan_of_all(world):
@@ -110,7 +110,7 @@ def test_the_order_of_rank_0_becomes_the_plan_of_all(world):
     planning.adopt_order([0, 1])
     assert planning.reduction.plan.order == (1, 2, 0)
     assert planning.is_order_final
-    assert world.events == ["gradients move", "told", "hooks"]
+    assert world.events == ["gradients move", "notified", "hooks"]
 
 
 def test_an_order_that_was_expected_changes_nothing(world):
@@ -139,7 +139,7 @@ def test_gradients_that_live_in_a_buffer_move_before_it_goes(world):
     world.events.clear()
     planning.adopt_order([0, 1, 2])
     assert [instead_of for _, instead_of in world.asked] == [None, None]
-    assert world.events == ["gradients move", "told", "reducer 1 ends", "hooks"]
+    assert world.events == ["gradients move", "notified", "reducer 1 ends", "hooks"]
 
 
 def test_figures_outlive_their_reducer(world):

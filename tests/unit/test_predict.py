@@ -127,7 +127,7 @@ def test_averaging_that_hides_costs_nothing():
 
 
 def test_every_compression_sends_less():
-    """As the core counts their bytes."""
+    """The expected ratios are those of the core's byte counts."""
     plain, *coded = (
         predict_paceline(64 << 20, 4, 4, Machines(1e10), name).sent_bytes
         for name in ("", "bf16", "fp16", "int8", "topk")

@@ -240,7 +240,7 @@ def test_what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused() 
     on_ranks(2, body)
 
 
-def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
+def test_globally_unused_parameters_are_left_alone_where_that_is_allowed() -> None:
     cases = [  # the marks of each rank, whether rank 1 has data, the result
         ([(0, 3), (0, 3)], True, Outcome.GLOBALLY_UNUSED),
         ([(0, 3), (0, 1, 3)], True, Outcome.UNUSED),
@@ -329,7 +329,7 @@ def test_buckets_of_two_models_in_another_order_on_one_rank_raise_on_all() -> No
     on_ranks(3, body)
 
 
-def test_notes_that_differ_are_told_and_change_nothing() -> None:
+def test_notes_that_differ_are_reported_and_change_nothing() -> None:
     def body(own: Rank) -> None:
         for notes in ([4, 4, 5], [0, 4, 4]):
             for index in range(len(COUNTS)):
@@ -369,7 +369,7 @@ def overflowing_backwards(own: Rank) -> None:
     assert own.reducer.last.overflowed == []
 
 
-def test_a_sum_that_overflows_is_told_apart() -> None:
+def test_a_sum_that_overflows_is_distinguished() -> None:
     on_ranks(2, overflowing_backwards)
 
 
@@ -393,7 +393,7 @@ def test_marking_twice_is_refused() -> None:
     on_ranks(1, body)
 
 
-def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
+def test_buckets_that_no_rank_uses_are_skipped_until_one_does() -> None:
     big, others = 1, (0, 2, 3)
 
     def body(own: Rank) -> None:
@@ -426,14 +426,14 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
 
 def calls_of_a_backward(transport: ArrayTransport, reducer: ProcessGroupReducer) -> list[str]:
     """The calls of a backward and its waits, in order."""
-    told: list[str] = []
+    calls: list[str] = []
     launch, gather = transport.launch, transport.begin_all_gather
 
     def noting(what: str, complete: Callable[[], Any]) -> Callable[[], Any]:
-        told.append(f"begin {what}")
+        calls.append(f"begin {what}")
 
         def wait() -> Any:
-            told.append(f"wait for {what}")
+            calls.append(f"wait for {what}")
             return complete()
 
         return wait
@@ -443,7 +443,7 @@ def calls_of_a_backward(transport: ArrayTransport, reducer: ProcessGroupReducer)
     for index in range(len(COUNTS)):
         reducer.mark_ready(index)
     assert reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
-    return told
+    return calls
 
 
 def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
@@ -452,20 +452,20 @@ def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
 
         def body(own: Rank, is_serial: bool = is_serial) -> None:
             own.transport.is_serial = is_serial
-            told = calls_of_a_backward(own.transport, own.reducer)
+            calls = calls_of_a_backward(own.transport, own.reducer)
             buckets = len(own.transport.plan.buckets)
             waits = ["wait for bucket"] * buckets
             expected = [*waits, "begin status"] if is_serial else ["begin status", *waits]
-            assert told == ["begin bucket"] * buckets + expected + ["wait for status"]
+            assert calls == ["begin bucket"] * buckets + expected + ["wait for status"]
 
         on_ranks(2, body, cap=2**20)
 
 
-def test_a_single_rank_asks_nobody_for_reports() -> None:
+def test_a_single_rank_makes_no_calls_for_reports() -> None:
     plan = make_plan(2**20)
     transport = ArrayTransport(plan, Switchboard(1), 0)
-    told = calls_of_a_backward(transport, ProcessGroupReducer(plan, transport))
-    assert told == [*["begin bucket"] * len(plan.buckets), *["wait for bucket"] * len(plan.buckets)]
+    calls = calls_of_a_backward(transport, ProcessGroupReducer(plan, transport))
+    assert calls == [*["begin bucket"] * len(plan.buckets), *["wait for bucket"] * len(plan.buckets)]
 
 
 def test_a_backward_that_fails_below_is_the_last_one() -> None:

@@ -46,14 +46,14 @@ def exports_of(path: Path) -> list[str] | None:
 
 @functools.cache
 def public_modules() -> list[str]:
-    """As the reference lists them."""
+    """The public names, in the reference's list."""
     modules = re.findall(r"^\| `([\w.]+)` \|", (REFERENCE / "index.md").read_text(), re.MULTILINE)
     assert "paceline.torch" in modules
     return modules
 
 
 def names_in(path: Path) -> set[str]:
-    """What a module defines or imports, and what it imports at first use."""
+    """The names that a module defines or imports, and those that it imports at first use."""
     names = set()
     for node in parsed(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -110,7 +110,7 @@ def test_what_is_exported_is_there_sorted_and_in_the_reference(module):
     ]
 
 
-def test_users_are_told_to_import_public_names_only():
+def test_messages_and_pages_import_public_names_only():
     texts = {
         str(path.relative_to(ROOT)): path.read_text()
         for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]

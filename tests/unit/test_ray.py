@@ -29,7 +29,7 @@ def test_ranks_of_a_node_are_neighbours(nodes: list[str]) -> None:
     assert order[0] == 0
 
 
-def test_each_rank_is_told_its_place() -> None:
+def test_each_rank_gets_its_place() -> None:
     places = [("a", "10.0.0.1"), ("a", "10.0.0.1"), ("b", "10.0.0.2")]
     read = [read_rank_environment(each) for each in ray.rank_variables(places, 29500, "j")]
     assert [(p.rank, p.local_rank, p.local_world_size) for p in read] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
@@ -102,7 +102,7 @@ def test_an_exception_comes_back_as_the_traceback_of_the_users_code(monkeypatch:
         ({"num_workers": 2, "forming_timeout_s": -1}, "forming_timeout_s"),
     ],
 )
-def test_wrong_arguments_are_told_before_ray_is_asked(options: dict[str, object], word: str) -> None:
+def test_wrong_arguments_are_reported_before_ray_is_asked(options: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         ray.run(print, **options)  # type: ignore[arg-type]
 

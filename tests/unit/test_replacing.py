@@ -61,7 +61,7 @@ def test_modules_that_hold_the_class_and_modules_that_come_later_get_ours(framew
 
 
 def test_a_module_that_is_half_imported_when_classes_are_replaced_gets_ours(framework):
-    """As a library that is the first to import torch, and binds the class further down."""
+    """Like a library that is the first to import torch, and binds the class further down."""
 
     def bring_in(module):
         if module.__name__ == "trigger":
@@ -99,7 +99,7 @@ def test_models_that_are_wrapped_are_counted(framework):
     assert replaced.wrapped == 1
 
 
-def test_imports_look_as_if_nobody_had_looked_on(framework):
+def test_imports_look_as_if_unobserved(framework):
     replace([framework.pair])
     assert importlib.util.find_spec("late").loader.get_code("late") is not None  # python -m asks for it
     late = importlib.import_module("late")
@@ -121,7 +121,7 @@ def test_two_replacements_at_once_are_refused(framework):
         replace([framework.pair, other][::-1])
 
 
-def test_a_class_that_somebody_else_has_replaced_is_refused(framework):
+def test_a_class_that_another_library_has_replaced_is_refused(framework):
     framework.madeup.Wrapper = SimpleNamespace
     with pytest.raises(ConfigError, match="not the framework's own class") as raised:
         replace([framework.pair])

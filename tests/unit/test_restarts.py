@@ -31,7 +31,7 @@ def test_the_cure_is_named(backend):
         ("gloo", 0, {"TORCHELASTIC_USE_AGENT_STORE": "False"}),  # as the cure leaves it
     ],
 )
-def test_nobody_else_is_warned(backend, rank, changed):
+def test_other_ranks_are_not_warned(backend, rank, changed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_shared_store(backend, rank, TORCHRUN | changed)

@@ -20,14 +20,14 @@ def leaf() -> torch.Tensor:
 
 def asked_in(call: Callable[[torch.Tensor], object], leaf: torch.Tensor) -> list[RunningCall]:
     """The result in a hook of a tensor made from `leaf` while `call` goes back through it."""
-    told = []
+    found = []
     made = leaf * 2
-    made.register_hook(lambda _: told.append(running_call()))
+    made.register_hook(lambda _: found.append(running_call()))
     call(made.sum())
-    return told
+    return found
 
 
-def test_a_backward_of_all_is_told_from_one_of_some(leaf):
+def test_a_backward_of_all_is_distinguished_from_one_of_some(leaf):
     assert asked_in(lambda loss: loss.backward(), leaf) == [RunningCall.BACKWARD]
     assert asked_in(lambda loss: loss.backward(inputs=[leaf]), leaf) == [RunningCall.BACKWARD_OF_SOME]
     assert asked_in(lambda loss: loss.backward(inputs=leaf), leaf) == [RunningCall.BACKWARD_OF_SOME]
@@ -36,27 +36,27 @@ def test_a_backward_of_all_is_told_from_one_of_some(leaf):
 
 
 def test_a_torch_that_makes_a_tuple_of_its_inputs_is_understood(leaf, monkeypatch):
-    """As torch 2.6 does before it calls its engine: without inputs, the tuple is empty."""
-    told = []
+    """Like torch 2.6 before it calls its engine: without inputs, the tuple is empty."""
+    found = []
 
     def backward(inputs=None):
         inputs = () if inputs is None else tuple(inputs)
-        told.append(running_call())
+        found.append(running_call())
 
     monkeypatch.setattr(torch.autograd, "backward", backward)
     backward()
     backward(inputs=[leaf])
-    assert told == [RunningCall.BACKWARD, RunningCall.BACKWARD_OF_SOME]
+    assert found == [RunningCall.BACKWARD, RunningCall.BACKWARD_OF_SOME]
 
 
 def test_a_thread_that_only_runs_hooks_sees_the_call_that_waits_for_it(leaf):
-    """As autograd's own, on a device. If threads wait in different calls, the result is unknown."""
-    told: list[RunningCall] = []
+    """Like autograd's threads, on a device. If threads wait in different calls, the result is unknown."""
+    found: list[RunningCall] = []
     asking = Queue[Event]()
 
     def answer() -> None:
         while (done := asking.get()) is not None:
-            told.append(running_call())
+            found.append(running_call())
             done.set()
 
     def ask(_: object) -> None:
@@ -90,4 +90,4 @@ def test_a_thread_that_only_runs_hooks_sees_the_call_that_waits_for_it(leaf):
     finally:
         asking.put(None)
         thread.join(60)
-    assert told == [RunningCall.BACKWARD, RunningCall.GRAD, RunningCall.BACKWARD, RunningCall.UNKNOWN]
+    assert found == [RunningCall.BACKWARD, RunningCall.GRAD, RunningCall.BACKWARD, RunningCall.UNKNOWN]

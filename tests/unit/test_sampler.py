@@ -107,7 +107,7 @@ def test_epochs_move_on_by_themselves() -> None:
     assert backwards[0] != backwards[1] != backwards[2]
 
 
-def test_epochs_stay_when_told() -> None:
+def test_epochs_stay_as_set() -> None:
     sampler = DistributedSampler(range(100), 2, 0, reshuffle=False)
     assert list(sampler) == list(sampler)
     assert sampler.epoch == 0

@@ -109,7 +109,7 @@ def test_states_of_something_else(name: str) -> None:
 
 
 def test_states_of_other_data() -> None:
-    """Of the same length and seed: by type or name; by the indices, weights and lengths themselves."""
+    """States of the same length and seed differ by type or name, or by indices, weights and lengths."""
     others: list[tuple[Any, Any]] = [
         (DistributedSampler(range(3), 1, 0), DistributedSampler([1, 2, 3], 1, 0)),
         (DistributedBatchSampler(range(3), 1, 1, 0), DistributedBatchSampler([1, 2, 3], 1, 1, 0)),

@@ -56,7 +56,7 @@ def test_whatever_stands_there_is_a_value_or_foreign(raw, secret):
         (Signatures(b"", "world"), "key", "has no secret, and this rank has one"),
     ],
 )
-def test_what_is_of_somebody_else_or_for_something_else_is_refused(writer, key, reason):
+def test_values_of_another_writer_or_purpose_are_refused(writer, key, reason):
     with pytest.raises(ForeignValueError, match=reason) as caught:
         Signatures(SECRET, "world").read("key", writer.sign(key, b"value"))
     assert caught.value.value == b"value"

@@ -63,7 +63,7 @@ def job(*each_step: Totals, steps: int = 1000) -> list[RankRecording]:
     return [rank_that(rank, totals, steps, len(each_step)) for rank, totals in enumerate(each_step)]
 
 
-def told(ranks: Sequence[RankRecording]) -> list[str]:
+def sentences(ranks: Sequence[RankRecording]) -> list[str]:
     return [slow.sentence() for slow in slow_ranks(whole_spans(ranks), AT_THE_END)]
 
 
@@ -149,16 +149,16 @@ def test_the_cause_is_what_explains_the_longer_work(own: Totals, theirs: Totals,
     ranks = job(BALANCED | theirs, SLOW | own, BALANCED | theirs)
     (slow,) = slow_ranks(whole_spans(ranks), AT_THE_END)
     assert slow.cause is not None and slow.cause.kind == kind
-    assert told(ranks) == [f"{WAITED} Why: {text}."]
+    assert sentences(ranks) == [f"{WAITED} Why: {text}."]
 
 
-def test_what_is_small_explains_nothing_and_what_is_not_told_is_no_cause():
+def test_small_differences_and_unreported_ones_are_no_cause():
     small = {Total.DATA_NS: 3 * MS, Total.RUN_QUEUE_NS: 2 * MS, Total.CPU_NS: 18 * MS}
     (slow,) = slow_ranks(whole_spans(job(BALANCED, SLOW | small, BALANCED)), AT_THE_END)
     assert slow.cause is not None and slow.cause.kind == "computing"
     bare = {total: SLOW[total] for total in (Total.WORKED_NS, Total.TIMES_LAST, Total.HELD_UP_NS)}
     others = {total: BALANCED[total] for total in bare}
-    assert told(job(others, bare, others)) == [f"{WAITED} The cause is not known."]
+    assert sentences(job(others, bare, others)) == [f"{WAITED} The cause is not known."]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_what_is_small_explains_nothing_and_what_is_not_told_is_no_cause():
     ],
 )
 def test_nothing_is_said_when_it_did_not_matter(ranks: Sequence[RankRecording]):
-    assert told(ranks) == []
+    assert sentences(ranks) == []
 
 
 def test_long_waits_count_however_rare_they_are():
-    (sentence,) = told(job(SLOW | {Total.TIMES_LAST: 0.01}, BALANCED, steps=2000))
+    (sentence,) = sentences(job(SLOW | {Total.TIMES_LAST: 0.01}, BALANCED, steps=2000))
     assert sentence.startswith(
         "the others waited for rank 0 of 2 (host b) in 1 % of 2000 steps, 8.0 of 20.0 ms"
     )
@@ -191,7 +191,7 @@ def test_long_waits_count_however_rare_they_are():
 
 def test_of_many_slow_ranks_the_slowest_three_are_named():
     slower = [SLOW | {Total.WORKED_NS: (18 + rank) * MS, Total.TIMES_LAST: 0.3} for rank in range(4)]
-    found = told(job(*[BALANCED] * 60, *slower))
+    found = sentences(job(*[BALANCED] * 60, *slower))
     named = [sentence.removeprefix("the others waited for ").split(" of ")[0] for sentence in found]
     assert named == ["rank 63", "rank 62", "rank 61"]
 
@@ -290,7 +290,7 @@ def test_totals_come_back_from_their_bytes_and_half_a_change_does_not():
 
 
 class Model:
-    """Whose rank is 1 of two."""
+    """A model on rank 1 of two."""
 
     def __init__(self) -> None:
         self.passes = 0

@@ -58,7 +58,7 @@ class Ranks:
 
 
 def times(**sums: Any) -> _core.BackwardTimes:
-    """Of as many ranks as there are times of work."""
+    """The times of the ranks: one for each element of `worked_ns`."""
     made = _core.BackwardTimes(len(sums["worked_ns"]))
     for name, value in sums.items():
         setattr(made, name, value)
@@ -69,7 +69,7 @@ def sums(of: _core.BackwardTimes) -> tuple[int, list[int], list[int], list[int]]
     return of.backwards, of.worked_ns, of.times_last, of.held_up_ns
 
 
-def test_the_wait_for_a_slow_rank_is_told_from_that_for_the_network():
+def test_the_wait_for_a_slow_rank_is_distinguished_from_that_for_the_network():
     ranks = Ranks(2)
     ranks.end_backward(1000 * MS, 1000 * MS)
     assert ranks.end_averaging(2000 * MS, 1000 * MS) == -1  # there was no backward before
@@ -111,7 +111,7 @@ def test_the_last_times_of_a_rank_that_was_stopped_for_days_are_kept_within_boun
     assert ranks.seen.times.recent_ns == [[(2**32 - 1) * 1000] * 64]
 
 
-def test_reports_tell_what_the_ranks_have_found():
+def test_reports_show_what_the_ranks_have_found():
     ranks = Ranks(2)
     plain = _core.BackwardReports(2).pack(_core.BackwardStatus(1), 1.0, note=7)
     ranks.read(plain, plain)
@@ -144,11 +144,11 @@ def test_reports_tell_what_the_ranks_have_found():
 )
 def test_the_statuses_of_all_ranks_make_the_outcome(statuses, outcome):
     ranks = Ranks(2)
-    told = [_core.BackwardStatus(**each) for each in statuses]
-    ranks.read(*(_core.BackwardReports(2).pack(each, 1.0) for each in told))
+    words = [_core.BackwardStatus(**each) for each in statuses]
+    ranks.read(*(_core.BackwardReports(2).pack(each, 1.0) for each in words))
     assert Outcome(ranks.seen.outcome) == outcome
     assert ranks.seen.result([[], []], 4).statuses == [
-        _core.BackwardStatus.unpack(each.pack()) for each in told
+        _core.BackwardStatus.unpack(each.pack()) for each in words
     ]
 
 
@@ -223,7 +223,7 @@ def test_of_a_void_backward_no_norm_is_known():
     assert model.statistics().known_norm() is None
 
 
-def test_parameters_that_nobody_used_may_have_gradients_that_count():
+def test_globally_unused_parameters_may_have_gradients_that_count():
     model = Model()
     model.unused = [1]
     assert model.statistics().known_norm() is None
@@ -233,7 +233,7 @@ def test_parameters_that_nobody_used_may_have_gradients_that_count():
     ("path", "asks", "looks"),
     [("memory", False, True), ("hosts", False, True), ("group", False, False), ("group", True, True)],
 )
-def test_infinities_are_known_where_somebody_looks(path, asks, looks):
+def test_infinities_are_known_where_a_check_runs(path, asks, looks):
     statistics = Model(path).statistics(asks_for_nonfinite=asks)
     assert statistics.looks_for_nonfinite == looks
     assert bool(statistics.now(3).nonfinite) == looks

@@ -12,18 +12,18 @@ from paceline.torch.backward.storage_uses import _describe, uses_of_storages
 pytestmark = pytest.mark.skipif(uses_of_storages() is None, reason="this torch does not say")
 
 
-def tellers() -> list[CountedStorageUses]:
+def both_counts() -> list[CountedStorageUses]:
     return [uses_of_storages(), CountedStorageUses([torch.empty(1)], _describe)]
 
 
 def test_the_count_is_read_where_torch_keeps_it() -> None:
-    direct, told = tellers()
-    assert direct.is_direct and not told.is_direct
+    direct, counted = both_counts()
+    assert direct.is_direct and not counted.is_direct
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_tensor_in_a_storage_counts(number: int) -> None:
-    uses = tellers()[number]
+    uses = both_counts()[number]
     tensor, other = torch.zeros(3, 4), torch.zeros(2)
     views = [tensor.t(), tensor[1:], tensor.detach()]
     storage, count = uses.of(tensor)

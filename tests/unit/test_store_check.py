@@ -81,7 +81,7 @@ def test_a_store_that_is_gone_was_served_by_its_holder():
     assert checks.begin().missing() == [Missing(2, "is gone, and the store with it")]
 
 
-def test_nobody_is_named_where_there_is_no_store():
+def test_no_rank_is_named_where_there_is_no_store():
     checks = StoreChecks(None, 0, 2, None, "the test's group")
     with pytest.raises(RendezvousError, match="nothing says which rank is missing"):
         checks.complete(Never, "all_gather", 0.0, time.monotonic())

@@ -132,7 +132,7 @@ def test_a_rank_says_who_has_taken_the_folder(squatted: Path, monkeypatch):
         Recording().begin_if_asked(0, 1)
 
 
-def test_pipes_and_links_in_the_place_of_files_hang_nobody(tmp_path: Path):
+def test_pipes_and_links_in_the_place_of_files_hang_no_reader(tmp_path: Path):
     folder = tmp_path / "strange"
     folder.mkdir()
     os.mkfifo(folder / "job.json")
@@ -171,7 +171,7 @@ def test_no_text_of_a_recording_controls_the_terminal(own_jobs: Path, capsys):
 
 
 def test_no_name_of_a_folder_controls_the_terminal(own_jobs: Path, tmp_path: Path, capsys, monkeypatch):
-    """As of one in another user's folder, which a shell's `*` has named. Nor do words of a process."""
+    """For example in another user's folder, matched by a shell's `*`. Nor do texts of a process."""
     folder = tmp_path / f"job{ESCAPE}"
     folder.mkdir()
     assert paceline_command(["trace", str(folder)]) == 2
@@ -275,17 +275,17 @@ def damage_ring(data: bytes, random_: random.Random) -> bytes:
 def _change_text(raw: bytearray, random_: random.Random) -> None:
     if len(raw) == NOTES_AT:
         at, size = 3096, struct.unpack_from("<I", raw, 3092)[0]
-        told = as_json(changed(json.loads(bytes(raw[at : at + size])), random_))[:900]
-        raw[at : at + len(told)] = told
-        struct.pack_into("<I", raw, 3092, len(told))
+        data = as_json(changed(json.loads(bytes(raw[at : at + size])), random_))[:900]
+        raw[at : at + len(data)] = data
+        struct.pack_into("<I", raw, 3092, len(data))
         return
     used = struct.unpack_from("<Q", raw, NOTES_USED_AT)[0]
     lines = bytes(raw[NOTES_AT : NOTES_AT + used]).splitlines()
     at = random_.randrange(len(lines))
     lines[at] = as_json(changed(json.loads(lines[at]), random_))
-    told = b"".join(line + b"\n" for line in lines)
-    raw[NOTES_AT : NOTES_AT + len(told)] = told
-    struct.pack_into("<Q", raw, NOTES_USED_AT, len(told))
+    data = b"".join(line + b"\n" for line in lines)
+    raw[NOTES_AT : NOTES_AT + len(data)] = data
+    struct.pack_into("<Q", raw, NOTES_USED_AT, len(data))
 
 
 def _read(read: Callable[[], object], what: str) -> str:

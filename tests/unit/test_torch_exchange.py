@@ -19,7 +19,7 @@ def on_ranks(program, world_size):
 
 
 @given(st.lists(st.lists(st.binary(max_size=40), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_every_rank_gets_everybodys_bytes(rounds):
+def test_every_rank_gets_all_ranks_bytes(rounds):
     store = dist.HashStore()
 
     def program(rank):
@@ -77,7 +77,7 @@ def test_missing_ranks_are_named():
     assert caught.value.missing == (0, 2, 3)
 
 
-def test_ranks_that_disagree_on_the_world_size_are_told_at_once():
+def test_ranks_that_disagree_on_the_world_size_raise_at_once():
     store = dist.HashStore()
 
     def program(rank):

@@ -45,7 +45,7 @@ def one_backward(
 ) -> list[Record]:
     """A forward of 1 ms, the rank's own backward, and the wait from its end to the end of averaging."""
     key = backward_id(0, number)
-    told = [
+    rows = [
         (begin_ms, Event.FORWARD_BEGAN, key, 1),
         (begin_ms + 1, Event.FORWARD_ENDED, key, 0),
         (begin_ms + 1, Event.BACKWARD_BEGAN, key, 0),
@@ -53,9 +53,9 @@ def one_backward(
         (arrives_ms, Event.BACKWARD_ENDED, key, 0),
     ]
     if ends_ms > arrives_ms + 1:
-        told.append((ends_ms - 1, Event.WAITED, (arrives_ms + shift_ms) * MS, -1))
-    told.append((ends_ms, Event.AVERAGING_ENDED, key, 0))
-    return [Record((ms + shift_ms) * MS, event, 0, first, second) for ms, event, first, second in told]
+        rows.append((ends_ms - 1, Event.WAITED, (arrives_ms + shift_ms) * MS, -1))
+    rows.append((ends_ms, Event.AVERAGING_ENDED, key, 0))
+    return [Record((ms + shift_ms) * MS, event, 0, first, second) for ms, event, first, second in rows]
 
 
 def two_ranks() -> list[RankRecording]:
@@ -68,7 +68,7 @@ def two_ranks() -> list[RankRecording]:
 # --- records ---
 
 
-def test_a_ring_gives_back_the_last_records_and_no_torn_one():
+def test_a_ring_gives_back_the_last_records_and_no_partial_one():
     written = [Record(index, 5, 0, index, -index) for index in range(10)]
     ring = bytearray(pack(written, 4))
     assert unpack(bytes(ring), 10) == written[6:]
@@ -182,8 +182,8 @@ def test_what_takes_the_time_of_a_program_is_added_up_while_something_is_recorde
 def test_notes_leave_room_for_failures(tmp_path: Path):
     memory = ring_file.create(tmp_path / "rank0.ring", 64)
     ring_file.write_header(memory, RankHeader(0, 1, 1, "host", "boot", 0, 0, 64))
-    told = [ring_file.add_note(memory, {"what": "step", "text": "x" * 4000}) for _ in range(20)]
-    assert told.count(True) in range(10, 16) and not told[-1]
+    rows = [ring_file.add_note(memory, {"what": "step", "text": "x" * 4000}) for _ in range(20)]
+    assert rows.count(True) in range(10, 16) and not rows[-1]
     failure = {"what": "failure", "time_ns": 7, "text": "boom"}
     assert ring_file.add_note(memory, failure, is_failure=True)
     assert ring_file.read(memory[:]).notes[-1] == failure
@@ -222,7 +222,7 @@ sys.exit(os.waitpid(pid, 0)[1] != 0 or recording.note is None)
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """As a full disk: no file may grow beyond this."""
+    """Simulate a full disk: no file may grow beyond this."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -298,10 +298,10 @@ def test_a_backward_that_raised_shows_it():
 
 def test_backwards_in_no_sync_are_slices_of_the_backward_that_they_belong_to():
     key = backward_id(0, 2)
-    told = [(31, Event.FORWARD_BEGAN, 0), (33, Event.FORWARD_ENDED, 0)]
-    told += [(34, Event.LOCAL_BACKWARD_BEGAN, 0), (36, Event.LOCAL_BACKWARD_ENDED, 0)]
-    told += [(37, Event.LOCAL_BACKWARD_BEGAN, 0), (38, Event.LOCAL_BACKWARD_ENDED, 1)]
-    local = [Record(ms * MS, event, 0, key, second) for ms, event, second in told]
+    rows = [(31, Event.FORWARD_BEGAN, 0), (33, Event.FORWARD_ENDED, 0)]
+    rows += [(34, Event.LOCAL_BACKWARD_BEGAN, 0), (36, Event.LOCAL_BACKWARD_ENDED, 0)]
+    rows += [(37, Event.LOCAL_BACKWARD_BEGAN, 0), (38, Event.LOCAL_BACKWARD_ENDED, 1)]
+    local = [Record(ms * MS, event, 0, key, second) for ms, event, second in rows]
     line = make_timeline(rank_that(0, [*one_backward(1, 0, 10, 30), *local, *one_backward(2, 40, 80, 81)]))
     backwards = [s for s in line.slices if s.name == "backward"]
     assert [(s.begin_ns // MS, s.end_ns // MS) for s in backwards] == [(1, 10), (34, 36), (37, 38), (41, 80)]
@@ -385,10 +385,10 @@ def test_the_table_says_what_a_rank_was_doing_last():
     first, second = two_ranks()
     second.records[:] = [*second.records[:6], *one_backward(2, 40, 50, 82)[:4]]
     second.notes.append({"what": "failure", "text": "ValueError: boom\nmore"})
-    told = render([first, second], 1)
-    assert "rank 0 (pid 100): between two backward passes, 0.000 s before the last record of the job" in told
-    assert "rank 1 (pid 101): in backward of iteration 2, 1 buckets posted, 0.031 s before" in told
-    assert "\n  ValueError: boom" in told
+    text = render([first, second], 1)
+    assert "rank 0 (pid 100): between two backward passes, 0.000 s before the last record of the job" in text
+    assert "rank 1 (pid 101): in backward of iteration 2, 1 buckets posted, 0.031 s before" in text
+    assert "\n  ValueError: boom" in text
 
 
 @pytest.fixture
@@ -468,7 +468,7 @@ def test_jobs_that_begin_and_end_side_by_side(own_jobs: Path, monkeypatch):
     assert [folder for folder, _ in jobs.jobs()] == folders[1:]
 
 
-def test_a_folder_of_somebody_else_is_not_used(own_jobs: Path):
+def test_a_folder_of_another_user_is_not_used(own_jobs: Path):
     target = own_jobs / "target"
     target.mkdir()
     jobs.users_folder().symlink_to(target)
@@ -478,8 +478,8 @@ def test_a_folder_of_somebody_else_is_not_used(own_jobs: Path):
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
-    """As a user who may not look into folders of root; for others, root's are closed anyway."""
+def as_user_nobody() -> Iterator[None]:
+    """Run as a user who may not look into folders of root; for others, root's are closed anyway."""
     if os.geteuid():
         yield
         return
@@ -495,13 +495,13 @@ def test_a_job_of_another_user_is_reported_by_a_sentence(tmp_path: Path, capsys,
     folder = tmp_path / "paceline-4711"
     ring_file.create(ring_file.path_of(_made(folder / "1a2b3c"), 0), 64)
     folder.chmod(0)
-    with as_nobody():
+    with as_user_nobody():
         status = paceline_main(["trace", f"{folder}{place}"])
     folder.chmod(0o700)
-    told = capsys.readouterr().err
+    rows = capsys.readouterr().err
     assert status == 2
-    assert told.startswith("paceline trace: What the job has recorded can't be read: ")
-    assert str(folder) in told and "it is another user's" in told
+    assert rows.startswith("paceline trace: What the job has recorded can't be read: ")
+    assert str(folder) in rows and "it is another user's" in rows
 
 
 def _made(folder: Path) -> Path:

@@ -15,7 +15,7 @@ class Core:
         self.meanwhile: Callable[[], None] | None = None
 
     def forget(self, transfer: int) -> bool:
-        """Whether it is over."""
+        """True if it is over."""
         if transfer not in self.under_way:
             return True
         meanwhile, self.meanwhile = self.meanwhile, None

@@ -87,7 +87,7 @@ def test_what_lies_outside_of_a_turn_does_not_count() -> None:
     assert turn_of([recording(0, slow_then_fast)], 1, begin_ns=0, end_ns=2 * 10**9) is not None
 
 
-def test_a_turn_of_too_few_steps_or_of_a_rank_that_is_missing_tells_nothing() -> None:
+def test_a_turn_of_too_few_steps_or_of_a_missing_rank_gives_no_rate() -> None:
     assert turn_of([recording(0, [(0.0, 4, 4), (1.0, 4, 4)])], 1) is None
     whole = recording(0, [(float(at), 4, 4) for at in range(9)], 2)
     assert turn_of([whole], 2) is None
@@ -95,7 +95,7 @@ def test_a_turn_of_too_few_steps_or_of_a_rank_that_is_missing_tells_nothing() ->
     assert steps_so_far([whole], 2) == 0
 
 
-def test_elements_are_counted_where_the_first_dimension_tells_nothing() -> None:
+def test_elements_are_counted_where_the_first_dimension_shows_nothing() -> None:
     # (time 35, batch 64) on one rank; (35, 32) on each of two.
     one, two = Turn(350, 22400, 35, 35 * 64, 9), Turn(1400, 44800, 70, 2 * 35 * 32, 9)
     assert counts_elements([(1, one), (2, two)])
@@ -140,7 +140,7 @@ def standing(layout: Layout, *rates: float, per_step: float = 64, **more: object
     return Standing(layout, turns(*rates, per_step=per_step), **{"is_running": True, **more})  # type: ignore[arg-type]
 
 
-def told(standings: list[Standing]) -> str:
+def text_of(standings: list[Standing]) -> str:
     verdict = judge(standings)
     assert verdict is not None
     return " ".join(answer.sentences(verdict, standings, 4))
@@ -153,19 +153,20 @@ def test_a_layout_that_is_faster_in_every_round_is_faster() -> None:
     assert verdict is not None
     assert verdict.recommended == verdict.fastest == TWO
     assert [each.is_slower for each in verdict.results] == [True, False]
-    assert "2 ranks x 2 threads is fastest: 1.05x of one rank." in told(standings)
+    assert "2 ranks x 2 threads is fastest: 1.05x of one rank." in text_of(standings)
 
 
-def test_one_process_is_recommended_where_it_is_fastest_and_where_nothing_can_be_told() -> None:
+def test_one_process_is_recommended_where_it_is_fastest_and_where_no_difference_shows() -> None:
     slower = [standing(ONE, *[100] * 7), standing(TWO, *[80, 81, 82, 83, 84, 85, 86])]
-    assert "One process is fastest: 2 ranks x 2 threads, the next best, reaches 0.83x (0.80 to 0.86)" in told(
-        slower
+    assert (
+        "One process is fastest: 2 ranks x 2 threads, the next best, reaches 0.83x (0.80 to 0.86)"
+        in text_of(slower)
     )
     tie = [standing(ONE, *[100, 98] * 4), standing(TWO, *[99, 101] * 4)]
     verdict = judge(tie)
     assert verdict is not None
     assert (verdict.fastest, verdict.recommended) == (TWO, ONE)
-    assert "no difference that can be told" in told(tie)
+    assert "no difference that can be told" in text_of(tie)
 
 
 def test_a_tie_is_no_excuse_for_a_layout_that_is_slower_by_the_median() -> None:
@@ -173,7 +174,7 @@ def test_a_tie_is_no_excuse_for_a_layout_that_is_slower_by_the_median() -> None:
     verdict = judge(noisy)
     assert verdict is not None
     assert verdict.recommended == TWO  # half of its rounds are 1.4 times as fast
-    assert "No difference that can be told from the fastest" not in told(noisy)[:40]
+    assert "No difference that can be told from the fastest" not in text_of(noisy)[:40]
 
 
 def test_few_rounds_claim_nothing() -> None:
@@ -181,7 +182,7 @@ def test_few_rounds_claim_nothing() -> None:
     verdict = judge(standings)
     assert verdict is not None
     assert not any(each.is_slower for each in verdict.results)
-    said = told(standings)
+    said = text_of(standings)
     assert said.startswith("Not sure: too few measurements of 1 rank x 4 threads (2 rounds), 2 ranks x 2 ")
     assert [each.layout for each in verdict.unsure] == [ONE, TWO]
     assert not compare.is_decided(standings)
@@ -189,9 +190,9 @@ def test_few_rounds_claim_nothing() -> None:
 
 def test_a_script_with_a_fixed_batch_per_rank_is_reported_what_that_means() -> None:
     standings = [standing(ONE, *[100] * 7, per_step=32), standing(TWO, *[150] * 7, per_step=64)]
-    assert "32 with 1 rank, 64 with 2 ranks" in told(standings)
+    assert "32 with 1 rank, 64 with 2 ranks" in text_of(standings)
     same = [standing(ONE, *[100] * 7), standing(TWO, *[150] * 7)]
-    assert "learning rate" not in told(same)
+    assert "learning rate" not in text_of(same)
 
 
 def test_a_busy_machine_is_reported_because_it_is_unfair_to_threads() -> None:
@@ -212,7 +213,7 @@ def test_what_ended_before_its_first_turn_counts_once() -> None:
     verdict = judge(standings)
     assert verdict is not None
     assert [each.rounds for each in verdict.results] == [1, 7]
-    assert "1 rank x 4 threads: the script ended after 12 steps." in told(standings)
+    assert "1 rank x 4 threads: the script ended after 12 steps." in text_of(standings)
     assert judge([Standing(ONE), Standing(TWO, [None])]) is None
 
 

@@ -15,19 +15,19 @@ constexpr size_t kParameters = std::size(kSizes);
 constexpr int kBackwards = 3;
 constexpr float kGarbage = -7;
 
-enum class Who { kNobody, kOddRank, kOthers, kAll };
+enum class Who { kNone, kOddRank, kOthers, kAll };
 
 /// The actions of the ranks in a backward, and the verdict that all of them
 /// must reach.
 struct Kind {
-  Who leave_one_out = Who::kNobody;  ///< of the parameters, always the same
-  Who allow_it = Who::kNobody;       ///< allow_unused: each rank says its own
+  Who leave_one_out = Who::kNone;  ///< of the parameters, always the same
+  Who allow_it = Who::kNone;       ///< allow_unused: each rank says its own
   /// allow_globally_unused, the same on all ranks.
   bool globally_unused = false;
-  Who lack_data = Who::kNobody;  ///< use nothing, and allow that
-  Who skip = Who::kNobody;       ///< the backward of a forward
-  Who go_on = Who::kNobody;      ///< for two forwards, before a backward
-  Who break_off = Who::kNobody;  ///< by an exception, somewhere
+  Who lack_data = Who::kNone;  ///< use nothing, and allow that
+  Who skip = Who::kNone;       ///< the backward of a forward
+  Who go_on = Who::kNone;      ///< for two forwards, before a backward
+  Who break_off = Who::kNone;  ///< by an exception, somewhere
   uint32_t verdict = 0;
   bool is_void = false;
 };
@@ -261,7 +261,7 @@ struct Rank {
                                              backward.kind.globally_unused);
     ++outcome.good_backwards;
     // A rank that breaks off has marked some gradients, or all.
-    if (backward.kind.break_off != kNobody) flags &= ~kBackwardUnused;
+    if (backward.kind.break_off != kNone) flags &= ~kBackwardUnused;
     expect(flags == backward.kind.verdict,
            "another verdict than the ranks' own");
     if (!backward.kind.is_void) check(number);

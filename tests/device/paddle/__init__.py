@@ -15,7 +15,7 @@ from tests.device.build import library
 NAME = "later"
 """The kind of the device."""
 BACKEND = "xccl"
-"""As PADDLE_DISTRI_BACKEND: collectives for which a stream can wait, as with NCCL."""
+"""The value of PADDLE_DISTRI_BACKEND: collectives for which a stream can wait, as with NCCL."""
 ROOT = "CUSTOM_DEVICE_ROOT"
 _DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu")
 _LIBRARY = "paceline_test_device_paddle"

@@ -27,7 +27,7 @@ from tests.device.build import library as library_of
 NAME = "later"
 """The kind of the device."""
 NCCL = f"cpu:gloo,{NAME}:{NAME}"
-"""As a backend of a process group: collectives for which a stream can wait, as with NCCL."""
+"""A backend of a process group with collectives for which a stream can wait, as with NCCL."""
 LAUNCH = "later::launch"
 """The name in torch's profiler of a kernel, a copy or a collective that is given to the device."""
 GLOO = f"cpu:gloo,{NAME}:{NAME}_gloo"
