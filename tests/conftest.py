@@ -5,11 +5,14 @@ If PaddlePaddle is not installed, its test files are left out, and the first lin
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import itertools
 import os
 import signal
+import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -60,23 +63,29 @@ LONGEST_FILES = (
     "multiprocess/test_lost_while_wrapping.py",
     "multiprocess/test_ddp_aliases.py",
     "model/test_model.py",
+    "multiprocess/test_exchanged_gradients.py",
     "launch/test_forked.py",
     "launch/test_failure.py",
     "multiprocess/test_conformance_refused_steps.py",
     "multiprocess/test_checkpointer.py",
-    "multiprocess/test_killed_checkpoints.py",
     "pages/test_examples.py",
     "multiprocess/test_conformance.py",
-    "launch/test_restricted_machines.py",
     "multiprocess/test_paddle_aliases.py",
     "unit/test_harness.py",
     "fault/test_limits.py",
-    "launch/test_exit_warning.py",
-    "launch/test_full_output.py",
-    "multiprocess/test_sampler_resume.py",
     "multiprocess/test_model_timeouts.py",
     "launch/test_two_shells.py",
     "fault/test_lost_ranks.py",
+    "multiprocess/test_deadlines.py",
+    "multiprocess/test_paddle_to_static.py",
+    "multiprocess/test_ddp_written_buffers.py",
+    "multiprocess/test_paddle_as_paddles.py",
+    "multiprocess/test_paddle_comm_hooks.py",
+    "multiprocess/test_conformance_shared_parameters.py",
+    "multiprocess/test_conformance_hosts.py",
+    "multiprocess/test_paddle_hosts.py",
+    "multiprocess/test_preemption.py",
+    "launch/test_spawn.py",
 )
 
 
@@ -85,6 +94,26 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.harness import shared_servers
 
         shared_servers.share()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Where several processes of pytest collect the same files, let each begin with files of its own.
+
+    In a fresh clone no file has been compiled yet, nor have its assertions been rewritten, which takes longer
+    than all else. What one process has done so, the others find done when they come to that file.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    folders = filter(os.path.isdir, session.config.args)
+    files = sorted(path for folder in folders for path in Path(folder).resolve().rglob("test_*.py"))
+    root = Path(__file__).resolve().parents[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the process that collects the file again has them for errors
+        for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # which collecting reports
+                importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
