@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import re
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline.torch
 from paceline.torch.backend.registration import OLDEST
 from tests.harness import ranks
+from tests.harness.warm import warm_python
 from tests.multiprocess.torch_groups import needs_backend
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -219,13 +221,21 @@ def test_every_page_with_code_is_prepared() -> None:
     assert pages() == sorted(PREPARED)
 
 
+@pytest.fixture
+def warm_torch() -> str:
+    return warm_python("torch")
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # four, on any machine
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=needs_backend if page in ON_OUR_BACKEND else ()) for page in sorted(PREPARED)],
 )
 @ranks(2, group=None)
-def test_the_code_of_a_page_runs(rank: int, page: str) -> None:
+def test_the_code_of_a_page_runs(
+    rank: int, page: str, warm_torch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_torch)  # which writes checkpoints
     names: Names = {"__name__": "__main__"}
     if page in OF_A_GROUP:  # the others make theirs
         dist.init_process_group("paceline" if torch.__version__ >= OLDEST else "gloo")

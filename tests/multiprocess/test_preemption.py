@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -26,11 +27,14 @@ from tests.multiprocess.test_checkpointer import (
     said_by,
     settle,
     take_steps,
+    warm_writer,
 )
 from tests.multiprocess.test_conformance import adapter
 from tests.multiprocess.test_conformance_hosts import backward
 from tests.multiprocess.test_training_state import begin, begin_elsewhere, frameworks
 from tests.several_hosts import be_on_host
+
+__all__ = ["warm_writer"]  # a fixture
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 stopped_ranks = functools.partial(ranks, deadline_s=2 * _PATIENCE_S)  # of processes that end then
@@ -38,7 +42,10 @@ stopped_ranks = functools.partial(ranks, deadline_s=2 * _PATIENCE_S)  # of proce
 
 @frameworks
 @stopped_ranks(2, framework="framework")
-def test_a_checkpointer_saves_the_step_and_exits(group: Group, framework: str, tmp_path: Path) -> None:
+def test_a_checkpointer_saves_the_step_and_exits(
+    group: Group, framework: str, tmp_path: Path, warm_writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_writer)
     undisturbed = begin(framework, group)
     losses = undisturbed.steps(STEPS)
     run = begin(framework, group)
@@ -61,7 +68,10 @@ def test_a_checkpointer_saves_the_step_and_exits(group: Group, framework: str, t
 
 @frameworks
 @stopped_ranks(1, framework="framework")
-def test_a_single_rank_stops_after_its_step(group: Group, framework: str, tmp_path: Path) -> None:
+def test_a_single_rank_stops_after_its_step(
+    group: Group, framework: str, tmp_path: Path, warm_writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_writer)
     run = begin(framework, group)
     with paceline.Checkpointer(tmp_path, run.ddp) as checkpointer:
         os.kill(os.getpid(), signal.SIGUSR1)
