@@ -41,7 +41,7 @@ def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path
         (optim.Adafactor, {}),
     ):
         replica = DistributedDataParallel(model())
-        train(replica, optimizer_class(replica.parameters(), **options), rank, 12)
+        train(replica, optimizer_class(replica.parameters(), **options), rank, 6)
         for is_made_before in (False, True):
             shared = model()
             parameters = list(shared.parameters())
@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path
             optimizer = make() if is_made_before else None
             ddp = DistributedDataParallel(shared, share_parameters=True)
             optimizer = optimizer or make()
-            train(ddp, optimizer, rank, 12)
+            train(ddp, optimizer, rank, 6)
             assert all(map(same_bits, parameters, replica.parameters())), optimizer_class
             # No rank has a copy: what one writes, all see.
             dist.barrier()
