@@ -99,7 +99,7 @@ using Values = c10::ArrayRef<c10::IValue>;
 struct Given {
   c10::Device device;
   bool needs_host = false;  // the operator reads memory of the host
-  bool may_grow = false;  // an output may have to be enlarged
+  bool may_grow = false;    // an output may have to be enlarged
 };
 
 inline Given look_at(const c10::FunctionSchema& schema, Values arguments) {
