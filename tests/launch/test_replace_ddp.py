@@ -52,7 +52,10 @@ CHILDREN = """
 
     if __name__ == "__main__":
         for way in sys.argv[1:]:
-            if way == "subprocess":
+            if way == "torch":
+                import torch.multiprocessing
+                torch.multiprocessing.spawn(child, (way,))
+            elif way == "subprocess":
                 subprocess.run([sys.executable, "-c", CODE], check=True)
             else:
                 process = multiprocessing.get_context(way).Process(target=child, args=(0, way))
@@ -83,14 +86,14 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher):
 @pytest.mark.parametrize(
     ("option", "command", "ways", "sampler"),
     [
-        # What is forked after it has imported nothing itself, and another Python.
-        ("", ["script.py"], ["fork", "subprocess"], "torch.utils.data.distributed"),
-        # A spawned process, as torch starts them too, finds the script in another way.
+        # torch spawns; what is forked after it has imported nothing itself.
+        ("", ["script.py"], ["torch", "fork", "forkserver", "subprocess"], "torch.utils.data.distributed"),
+        # A spawned process finds the script in another way.
         ("=sampler", ["-m", "script"], ["spawn"], "paceline.data.sampler"),
     ],
 )
 def test_processes_that_a_script_starts_get_ours(launcher, option, command, ways, sampler):
-    """Forks, children of multiprocessing, and any other Python."""
+    """Forks, children of multiprocessing and of torch.multiprocessing, and any other Python."""
     done = launcher.run("-n", "1", f"--replace-ddp{option}", *command, *ways, script=CHILDREN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{way} paceline.torch.ddp.distributed {sampler}" for way in ways]
