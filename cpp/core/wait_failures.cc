@@ -1,9 +1,9 @@
 // Why a wait fails, and which rank its error blames.
-#include "core/wait.h"
-
 #include <string.h>
 
 #include <algorithm>
+
+#include "core/wait.h"
 
 namespace paceline {
 namespace {

@@ -109,6 +109,9 @@ def test_a_job_that_slurm_preempts_is_requeued_and_resumes(hosts: Hosts, tmp_pat
         stopped = wait_for("stopped")
         assert stopped[0] == stopped[1] and stopped[0][1] == str(preempted.PREEMPTED), stopped
         assert wait_for("over") == undisturbed.reported("over")
+        until = time.monotonic() + WITHIN_S
+        while slurm.run(["squeue", "--noheader"]).strip() and time.monotonic() < until:
+            time.sleep(0.2)  # srun outlives a Slurm that is shut down
     assert job().reported("resumed") == dict.fromkeys(range(preempted.RANKS), stopped[0][:1])
 
 
