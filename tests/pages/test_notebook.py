@@ -107,9 +107,8 @@ paceline.spawn(stay, nprocs=2, grace_s=5)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # gone before the cell ended
     assert children(kernel.pid) <= before
     for rank in (0, 1):
-        where = (
-            rf"\[rank {rank}\]   Cell In\[\d+\], line 3, in stay\n\[rank {rank}\]     time.sleep\(1000\)\n"
-        )
+        # A busy machine may not have let it come to time.sleep() yet.
+        where = rf"\[rank {rank}\]   Cell In\[\d+\], line (2|3), in stay\n\[rank {rank}\]     (print|time)"
         assert re.search(where, shown.stderr), shown.stderr
     assert "spawned.py" not in shown.stderr
 
