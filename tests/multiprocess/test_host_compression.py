@@ -154,16 +154,8 @@ def test_weighted_means(rank, layout, kind):
         assert np.abs(total / 32 - expected).max() < (0.2 if kind == "topk" else 0.05) * scale
 
 
-@pytest.mark.parametrize(
-    "kind, layout",
-    [
-        ("bf16", BLOCKS),
-        ("fp16", (0, 0, 0, 1)),
-        ("int8", BLOCKS),
-        ("int8", (0, 0, 0, 1)),
-        ("topk", BLOCKS),
-    ],
-)
+@pytest.mark.parametrize("layout", [BLOCKS, (0, 0, 0, 1)])
+@each_kind
 @kept_ranks(4, group="gloo")
 def test_no_infinity_is_hidden(rank, kind, layout):
     place(rank, layout)
