@@ -1,4 +1,4 @@
-"""An address of 0 with bytes behind it never reaches the core's loops: each entry point refuses it."""
+"""Each entry point of the core refuses a null address with a size above 0, before it touches memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CALLS: dict[str, Callable[[Core, int], object]] = {
 
 
 @ranks(2)
-def test_no_memory_behind_an_address_is_an_error_and_no_crash(group: Any) -> None:
+def test_a_null_address_with_bytes_raises_and_does_not_crash(group: Any) -> None:
     held = np.zeros(64, np.float32)
     for name, call in CALLS.items():
         with pytest.raises(ConfigError, match=r"an address of 0 with [0-9]+ bytes behind it"):
@@ -55,16 +55,16 @@ def test_no_memory_behind_an_address_is_an_error_and_no_crash(group: Any) -> Non
 
 
 @ranks(2)
-def test_nothing_at_an_address_of_0_is_no_error(group: Any) -> None:
+def test_a_null_address_of_size_0_is_accepted(group: Any) -> None:
     group._core.all_reduce(0, 0, FLOAT32, SUM, 1.0, 60.0)
     group._core.broadcast_all([0], [0], 0)
     assert len(_core.hash_all([0], [0])) == 1
 
 
-def test_a_gradient_that_was_copied_from_nowhere() -> None:
+def test_mark_copied_refuses_a_null_address_with_bytes() -> None:
     gradient_buffer = np.zeros(2, np.float32)
     marks = _core.BackwardMarks(gradient_buffer.ctypes.data, [(0, 8, [0])], lambda: False)
     with pytest.raises(ConfigError, match="mark_copied got an address of 0 with 8 bytes"):
         marks.mark_copied(0, 0, 8)
-    marks.mark_copied(0, 0, 0)  # it lies in other tensors
+    marks.mark_copied(0, 0, 0)  # such a gradient consists of other tensors
     assert marks.is_complete(0)

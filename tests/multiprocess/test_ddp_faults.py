@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is an error on all, in the same backward, that names rank and parameter."""
+"""A fault on one rank raises on every rank in the same backward, and names the rank and the parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path: str) -> None:
-    """On one rank, or on both: in that backward, with the parameter's name; and the next one is good."""
+    """A hook removes the gradient on one rank or on both: that backward raises and the next one succeeds."""
     x = torch.ones(1, 4)
     for view in (False, True):
         model = two_layers()
@@ -84,12 +84,12 @@ def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_a_converted_model_is_noticed(rank: int, path: str) -> None:
-    """Converting moves gradients out of the memory where they are averaged, and the next one is not new."""
+    """Converting a model moves gradients out of the gradient buffer, so the next backward raises."""
     x = torch.ones(1, 4)
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=True)
     ddp(x).sum().backward()
-    for convert in (model.double, model.float):  # there and back: the place has moved all the same
+    for convert in (model.double, model.float):  # converting back does not restore the old place
         convert()
         inputs = x.to(model[0].weight.dtype)
         with ddp.no_sync(), pytest.raises(ConfigError, match="does not lie in the memory"):
@@ -107,7 +107,7 @@ def test_a_converted_model_is_noticed(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_rank_on_which_no_parameter_is_used_ends_its_backward_too(rank: int, path: str) -> None:
+def test_a_rank_that_uses_no_parameter_completes_its_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Branches(), reduce_through=path)
     x = torch.ones(1, 3, requires_grad=True)
     with pytest.raises(UnusedParameterError, match=r"rank 1: left.weight, left.bias, right.weight"):
@@ -132,7 +132,7 @@ def test_unused_parameters_contribute_nothing_where_allowed(rank: int, path: str
         assert_close(model.left.weight.grad, torch.ones(2, 3))
         assert_close(model.right.weight.grad, torch.full((2, 3), 0.5))
         assert model.never.weight.grad is None
-    # Without zeroing, what is left from before is the same everywhere and stays part of the mean.
+    # Without zeroing, the gradients left from before are equal on all ranks and stay part of the mean.
     ddp(x, "left" if rank == 1 else "right").sum().backward()
     assert_close(model.left.weight.grad, torch.full((2, 3), 1.5))
     assert_close(model.right.weight.grad, torch.ones(2, 3))
@@ -153,21 +153,21 @@ def test_a_static_graph_may_differ_between_ranks(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Branches(), reduce_through=path, static_graph=True)
     for _ in range(3):
         ddp(torch.ones(1, 3), "left" if rank else "right").sum().backward()
-        ddp.zero_grad(set_to_none=False)  # zeros stay, where this rank's graph has no gradient
+        ddp.zero_grad(set_to_none=False)  # parameters outside this rank's graph keep zeros
 
 
 @kept_ranks(3, group="gloo")
-def test_a_static_graph_that_only_some_ranks_promise_is_refused(rank: int) -> None:
+def test_static_graph_on_some_ranks_only_is_refused(rank: int) -> None:
     static, unused = {"static_graph": True}, {"find_unused_parameters": True}
-    for options, told in [
+    for options, expected in [
         ([static, {}, {}], ["static_graph", "rank 0: ", "static_graph=True", "ranks 1-2: "]),
         ([unused, static, unused], ["and static_graph differ", "rank 1: ", "ranks 0, 2: "]),
         ([unused, {}, unused], ["find_unused_parameters differs", "rank 1: find_unused_parameters=False"]),
     ]:
         with pytest.raises(ModelMismatchError) as caught:
             DistributedDataParallel(Branches(), **options[rank])
-        assert all(words in str(caught.value) for words in told), str(caught.value)
-    # One that is promised anyway needs no second word.
+        assert all(words in str(caught.value) for words in expected), str(caught.value)
+    # With static_graph everywhere, ranks may differ in find_unused_parameters.
     options = {**static, **unused} if rank == 1 else static
     DistributedDataParallel(Branches(), **options)(torch.ones(1, 3), "left").sum().backward()
 
@@ -176,7 +176,7 @@ def test_a_static_graph_that_only_some_ranks_promise_is_refused(rank: int) -> No
 def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
     model = two_layers()
     named = dict(model.named_parameters())
-    for delayed, trigger, told in [
+    for delayed, trigger, expected in [
         (["2.weight", "2.bias"][rank], "0.weight", "delay_all_reduce_named_params=2.bias"),
         ("2.weight", ["0.weight", "0.bias"][rank], "param_to_hook_all_reduce=0.bias"),
     ]:
@@ -186,12 +186,12 @@ def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
                 delay_all_reduce_named_params=[(delayed, named[delayed])],
                 param_to_hook_all_reduce=named[trigger],
             )
-        assert f"rank 1: {told}" in str(caught.value)
+        assert f"rank 1: {expected}" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_static_graph_promised_later_by_one_rank_is_reported_in_that_backward(rank: int, path: str) -> None:
+def test_a_static_graph_set_later_on_one_rank_is_reported_in_that_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.full((1, 4), 1.0 + rank)
     if rank == 0:
@@ -254,8 +254,8 @@ def test_a_backward_that_raised_half_way_is_reported_to_all(rank: int, path: str
     assert_close(model[2].bias.grad, torch.ones(2))
 
 
-def nan_on(rank: int, guilty: int) -> torch.Tensor:
-    return torch.full((1, 4), float("nan") if rank == guilty else 1.0)
+def nan_on(rank: int, nan_rank: int) -> torch.Tensor:
+    return torch.full((1, 4), float("nan") if rank == nan_rank else 1.0)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -272,13 +272,13 @@ def test_a_nan_is_reported_with_rank_and_parameters(rank: int, path: str) -> Non
         wrap["warn"](nan_on(rank, 1)).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wrap["warn"](nan_on(rank, 1)).sum().backward()  # once
+        wrap["warn"](nan_on(rank, 1)).sum().backward()  # it warns only once
         wrap["ignore"](nan_on(rank, 1)).sum().backward()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_large_values_that_are_finite_are_no_alarm(rank: int, path: str) -> None:
+def test_large_finite_values_are_not_reported(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="raise")
     (ddp(torch.ones(1, 4)).sum() * 3e37).backward()  # the sum of all gradients overflows, no gradient does
 
@@ -289,7 +289,7 @@ def test_a_sum_of_finite_gradients_that_overflows_is_reported(rank: int, path: s
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
     ddp = DistributedDataParallel(model, reduce_through=path, nonfinite="raise")
     for _ in range(2):
-        ddp.weight(1.0)  # over a process group, gradients are scaled by what weights were before
+        ddp.weight(1.0)  # over a process group, gradients are scaled by the previous backward's weights
         ddp(torch.ones(1, 1)).sum().backward()
     ddp.weight(4.0)
     with pytest.raises(NonFiniteGradientError, match="The sum of the gradients over 2 ranks") as caught:
@@ -303,8 +303,8 @@ def test_a_sum_of_finite_gradients_that_overflows_is_reported(rank: int, path: s
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_void_backward_says_that_gradients_are_of_no_use(rank: int, path: str) -> None:
-    """Some are means already, where their bucket was complete in time."""
+def test_the_error_of_a_failed_backward_says_that_gradients_are_unusable(rank: int, path: str) -> None:
+    """Buckets that were complete before the error hold means; the others hold local gradients."""
     ddp = DistributedDataParallel(Branches(), reduce_through=path, bucket_cap_mb=1e-6)
     with pytest.raises(UnusedParameterError, match="are not to be used, on any rank"):
         ddp(torch.ones(1, 3), "left" if rank else "both").sum().backward()
@@ -325,7 +325,7 @@ def test_a_killed_rank_is_named_at_once(rank: int) -> None:
     with pytest.raises(PeerLostError) as caught:
         ddp(torch.ones(1, 4)).sum().backward()
     assert caught.value.lost == (1,)
-    assert time.monotonic() - started < 60  # not at the deadline; tests/fault measures how soon
+    assert time.monotonic() - started < 60  # well before the deadline; tests/fault measures how soon
 
 
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})
@@ -348,7 +348,7 @@ def test_a_rank_that_raises_is_quoted_by_the_others(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_autograd_grad_is_no_backward(rank: int) -> None:
+def test_autograd_grad_does_not_count_as_a_backward(rank: int) -> None:
     """A gradient penalty calls autograd.grad() through the model before backward()."""
     ddp = DistributedDataParallel(two_layers())
     x = torch.full((1, 4), 1.0 + rank, requires_grad=True)
@@ -359,8 +359,8 @@ def test_autograd_grad_is_no_backward(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_loss_of_parameters_alone_may_stand_for_that_of_a_forward(rank: int, path: str) -> None:
-    """As people write it for a batch that is of no use."""
+def test_a_loss_may_depend_on_the_parameters_only(rank: int, path: str) -> None:
+    """Users write such a loss, times 0, for a batch that they drop after its forward."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     for step in range(4):
         ddp.zero_grad()
@@ -374,7 +374,7 @@ def test_a_loss_of_parameters_alone_may_stand_for_that_of_a_forward(rank: int, p
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_a_rank_may_leave_the_output_of_a_forward_out_of_its_loss(rank: int, path: str) -> None:
-    """A batch without a target, say: its forward is as good as any other."""
+    """A batch without a target, for example: its forward counts like any other."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     for _ in range(3):
         ddp.zero_grad()

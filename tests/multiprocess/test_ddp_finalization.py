@@ -1,4 +1,7 @@
-"""Backwards that the caller finalizes, as in torch 2.15's DDP: with any torch, compared with it there."""
+"""Manual finalization of backwards, an option of torch's DDP since 2.15.
+
+Paceline offers it with any torch; where torch has it, its DDP is the reference.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def means(model: nn.Module, step: int) -> list[torch.Tensor]:
-    """Of one process that has the batches of both ranks, in float64."""
+    """Gradients of one process that has the batches of both ranks, in float64."""
     alone = copy.deepcopy(model).double()
     alone.zero_grad()
     for rank in range(2):
@@ -57,7 +60,7 @@ def test_gradients_are_means_once_they_are_finalized(rank, reduce_through, gradi
         own(inputs(rank, step)).sum().backward()
         ddp.zero_grad()
         ddp(inputs(rank, step)).sum().backward()
-        if not gradient_as_bucket_view:  # there they are averaged in place, and that has begun
+        if not gradient_as_bucket_view:  # bucket views are averaged in place, which has begun
             for before, alone in zip(gradients(model), gradients(own), strict=True):
                 assert_close(before, alone)
         ddp.finalize_backward()
@@ -80,7 +83,7 @@ def test_the_mode_may_change_between_backwards_and_is_kept_by_copies(rank):
     twin = copy.deepcopy(ddp)
     twin.require_manual_backward_finalization = True
     twin.zero_grad()
-    twin(inputs(rank, 2)).sum().backward()  # which connects it
+    twin(inputs(rank, 2)).sum().backward()  # the first backward connects the copy
     with pytest.raises(ConfigError, match="has not been finalized"):
         twin(inputs(rank, 2))
     twin.finalize_backward()
@@ -89,7 +92,7 @@ def test_the_mode_may_change_between_backwards_and_is_kept_by_copies(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_what_comes_out_of_turn_is_refused_and_training_goes_on(rank):
+def test_calls_out_of_order_are_refused_and_training_continues(rank):
     ddp = DistributedDataParallel(two_layers())
     with pytest.raises(ConfigError, match="each backward finalizes itself"):
         ddp.finalize_backward()
@@ -133,7 +136,7 @@ def refused(ddp: DistributedDataParallel) -> bool:
 
 
 @kept_ranks(2, group="gloo")
-def test_finalizing_raises_what_the_backward_would_have_raised(rank):
+def test_finalize_backward_raises_the_errors_of_the_backward(rank):
     ddp = by_hand(two_layers(), nonfinite="raise")
     (ddp(inputs(rank, 0)).sum() * (float("inf") if rank else 1.0)).backward()
     with pytest.raises(RuntimeError, match="finite"):
@@ -147,7 +150,7 @@ def test_finalizing_raises_what_the_backward_would_have_raised(rank):
 
 @kept_ranks(2, group="gloo")
 @pytest.mark.skipif(not hasattr(TorchDDP, NAME), reason="torch's DDP has this since 2.15")
-def test_steps_and_refusals_are_those_of_torchs_class(rank):
+def test_gradients_and_errors_match_torchs_ddp(rank):
     ours, theirs = by_hand(two_layers()), TorchDDP(two_layers())
     setattr(theirs, NAME, True)
     for step in range(3):
@@ -161,7 +164,7 @@ def test_steps_and_refusals_are_those_of_torchs_class(rank):
             assert_close(one, other)
 
 
-def test_a_rank_that_is_alone_has_the_means_already(monkeypatch):
+def test_a_single_rank_may_finalize(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     ddp = by_hand(two_layers())

@@ -1,4 +1,4 @@
-"""Whether a backward is averaged is a matter of its own forward, whatever forwards came in between."""
+"""A backward is averaged if its own forward ran outside no_sync(), whatever other forwards ran in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.multiprocess.forward_orders import (
 
 
 class Scale(nn.Module):
-    """Two weights, so that a backward has more than one gradient."""
+    """A model with two weights, so that a backward has more than one gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Scale(nn.Module):
             raise MemoryError
         return self.a.sum() * x + self.b.sum() * x
 
-    def looked_at(self, x: torch.Tensor) -> torch.Tensor:
+    def detached(self, x: torch.Tensor) -> torch.Tensor:
         return self(x).detach()
 
 
@@ -78,7 +78,7 @@ def run_one(ddp: DistributedDataParallel, order: str, rank: int) -> None:
 @OPTIONS
 @kept_ranks(2, group="gloo")
 def test_ranks_may_make_episodes_of_different_lengths(rank: int, options: dict[str, Any]) -> None:
-    """And leave different outputs out of their loss."""
+    """Ranks may also leave different outputs out of their losses."""
     for orders in EPISODES:
         ddp = DistributedDataParallel(Scale(), **options)
         run_one(ddp, orders[rank], rank)
@@ -98,12 +98,12 @@ def test_a_rank_that_skips_a_backward_is_reported_by_all(rank: int, options: dic
         assert f"rank 0: {made[0]} forward" in str(caught.value)
         assert f"rank 1: {made[1]} forward" in str(caught.value)
         ddp.zero_grad()
-        run_one(ddp, "Ff", rank)  # and all go on
+        run_one(ddp, "Ff", rank)  # training continues on all ranks
         assert_close(ddp.module.a.grad, torch.tensor([expected_of(["Ff", "Ff"])]))
 
 
 @kept_ranks(2, group="gloo")
-def test_a_rank_that_makes_a_backward_more_is_reported_by_all(rank: int) -> None:
+def test_a_rank_that_runs_an_extra_backward_is_reported_by_all(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     loss = ddp(torch.tensor(1.0 + rank))
     loss.backward(retain_graph=True)
@@ -133,10 +133,10 @@ class Policy(nn.Module):
         return found.sample() if is_sampled else found
 
 
-@pytest.mark.parametrize("way", ["all", "some", "acts first"])
+@pytest.mark.parametrize("variant", ["all", "some", "acts first"])
 @kept_ranks(2, group="gloo")
-def test_episodes_of_a_policy(rank: int, way: str) -> None:
-    """Whose forwards return distributions, and actions that have no backward."""
+def test_episodes_of_a_policy(rank: int, variant: str) -> None:
+    """Policy gradients: forwards return distributions, or sampled actions that have no backward."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Policy())
     alone = [Policy() for _ in range(2)]
@@ -145,7 +145,7 @@ def test_episodes_of_a_policy(rank: int, way: str) -> None:
 
     def loss_of(policy: nn.Module, length: int) -> torch.Tensor:
         states = torch.arange(2.0 * length).reshape(length, 2)
-        if way == "acts first":
+        if variant == "acts first":
             for state in states:
                 policy(state, is_sampled=True)
             return policy(states).log_prob(torch.zeros(length, 3)).sum()
@@ -153,7 +153,7 @@ def test_episodes_of_a_policy(rank: int, way: str) -> None:
 
     for _ in range(2):
         loss = loss_of(ddp, 2 + 3 * rank)
-        loss.backward(inputs=list(ddp.parameters()) if way == "some" else None)
+        loss.backward(inputs=list(ddp.parameters()) if variant == "some" else None)
         for number, each in enumerate(alone):
             loss_of(each, 2 + 3 * number).backward()
     for name, parameter in ddp.module.named_parameters():
@@ -162,10 +162,10 @@ def test_episodes_of_a_policy(rank: int, way: str) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_what_some_backward_has_met_counts_for_no_later_one(rank: int) -> None:
+def test_a_skipped_backward_is_reported_after_one_that_asked_only_for_the_inputs_gradient(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     x = torch.tensor(1.0, requires_grad=True)
-    if rank == 0:  # a skipped backward, of which the gradient of the input was asked for
+    if rank == 0:  # it reaches no parameter, so this rank skips a backward
         ddp(x).backward(inputs=[x])
     loss = ddp(torch.tensor(1.0))
     with pytest.raises(SkippedPassError):
@@ -173,7 +173,7 @@ def test_what_some_backward_has_met_counts_for_no_later_one(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
+def test_a_forward_that_raised_adds_no_weight(rank: int) -> None:
     ddp = DistributedDataParallel(Scale(), weight=lambda x, **_: float(x))
     with pytest.raises(MemoryError):
         ddp(torch.tensor(5.0), raises=True)
@@ -181,14 +181,14 @@ def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
     assert_close(ddp.module.a.grad, torch.tensor([(1.0 * 1.0 + 3.0 * 3.0) / 4.0]))
     ddp.zero_grad()
     output = ddp(torch.tensor(1.0 + 2.0 * rank))
-    assert not ddp.looked_at(torch.tensor(9.0)).requires_grad  # no forward of the wrapper's
+    assert not ddp.detached(torch.tensor(9.0)).requires_grad  # it bypasses the wrapper's forward
     output.backward()
     assert_close(ddp.module.a.grad, torch.tensor([(1.0 * 1.0 + 3.0 * 3.0) / 4.0]))
 
 
 @kept_ranks(2, group="gloo")
-def test_a_rank_may_look_at_its_own_outputs_in_between(rank: int) -> None:
-    """A forward in no_sync() on one rank alone, for a log say."""
+def test_one_rank_may_run_an_extra_forward_in_no_sync(rank: int) -> None:
+    """One rank runs a forward in no_sync() between forward and backward, for logging for example."""
     ddp = DistributedDataParallel(Scale())
     for _ in range(2):
         ddp.zero_grad()
@@ -220,7 +220,7 @@ def test_a_backward_of_some_parameters_is_averaged_as_its_forward_asks(rank: int
 
 
 @kept_ranks(2, group="gloo")
-def test_what_a_trainer_prepares_is_averaged_whatever_its_forward_was(rank: int) -> None:
+def test_prepare_for_backward_has_the_next_backward_averaged(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     with ddp.no_sync():
         loss = ddp(torch.tensor(1.0 + rank))
@@ -235,21 +235,21 @@ def test_what_a_trainer_prepares_is_averaged_whatever_its_forward_was(rank: int)
         loss = ddp(torch.tensor(1.0 + rank))
     ddp.reducer.prepare_for_backward([])
     with ddp.no_sync():
-        pass  # somebody's empty loop
+        pass  # an accumulation loop without batches
     ddp.zero_grad()
     loss.backward()
     assert_close(ddp.module.a.grad, torch.tensor([1.5]))
 
 
 class Hidden:
-    """An output in which no tensor is found."""
+    """An output object in which the wrapper finds no tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 @kept_ranks(2, group="gloo")
-def test_forwards_whose_outputs_are_hidden_must_be_as_many(rank: int) -> None:
+def test_ranks_must_run_equally_many_forwards_if_outputs_hide_their_tensors(rank: int) -> None:
     ddp = DistributedDataParallel(Hiding())
     for _ in range(2):
         sum(ddp(torch.tensor(1.0)).tensor for _ in range(3)).backward()
@@ -264,27 +264,27 @@ class Hiding(Scale):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_backward_that_comes_to_no_known_output_is_averaged_if_any_is_due(rank: int) -> None:
-    """As with torch, whose hooks wait for gradients from the forward on."""
-    for is_looked_at in (True, rank == 0):  # by all, and by one rank alone
+def test_a_backward_that_reaches_no_known_output_is_averaged_if_one_is_due(rank: int) -> None:
+    """torch does the same: its hooks wait for gradients from the forward on."""
+    for runs_extra_forward in (True, rank == 0):  # on all ranks, and on one rank only
         for net in (Hiding(), Scale()):
             ddp = DistributedDataParallel(net)
             for _ in range(2):
                 ddp.zero_grad()
                 loss = ddp(torch.tensor(1.0 + rank))
-                if is_looked_at:
+                if runs_extra_forward:
                     with ddp.no_sync():
                         ddp(torch.tensor(7.0))
                 if isinstance(loss, Hidden):
                     loss.tensor.backward()
                     assert_close(net.a.grad, torch.tensor([1.5]))
-                else:  # of parameters alone, for a batch that is of no use
+                else:  # a loss of parameters only, as for a batch that is skipped
                     sum(p.sum() for p in net.parameters()).backward()
                     assert_close(net.a.grad, torch.ones(1))
 
 
 @kept_ranks(2, group="gloo")
-def test_a_local_loss_that_lingers_keeps_no_hooks_of_a_wrapper_that_is_gone(rank: int) -> None:
+def test_a_loss_that_outlives_its_wrapper_keeps_no_hooks_of_it(rank: int) -> None:
     net = Scale()
     ddp = DistributedDataParallel(net)
     with ddp.no_sync():
@@ -292,7 +292,7 @@ def test_a_local_loss_that_lingers_keeps_no_hooks_of_a_wrapper_that_is_gone(rank
     loss.backward(retain_graph=True)
     ddp(torch.tensor(1.0)).backward()
     del ddp
-    if rank == 0:  # waits for nobody
+    if rank == 0:  # this backward waits for no other rank
         net.zero_grad()
         net(torch.tensor(3.0)).backward()
         assert_close(net.a.grad, torch.tensor([3.0]))
@@ -301,7 +301,7 @@ def test_a_local_loss_that_lingers_keeps_no_hooks_of_a_wrapper_that_is_gone(rank
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @kept_ranks(2, group="gloo")
-def test_what_a_checkpoint_repeats_is_averaged_as_what_it_stands_for(rank: int, use_reentrant: bool) -> None:
+def test_a_checkpointed_forward_is_averaged_like_any_other(rank: int, use_reentrant: bool) -> None:
     ddp = DistributedDataParallel(Scale())
     x = torch.tensor(1.0 + rank, requires_grad=True)
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_what_a_checkpoint_repeats_is_averaged_as_what_it_stands_for(rank: int, 
             ddp(x).detach()
         loss.backward()
         assert_close(ddp.module.a.grad, torch.tensor([1.5]))
-    if not use_reentrant:  # else the forward itself runs in backward, and no_sync() is over
+    if not use_reentrant:  # reentrant checkpoints record the forward in backward
         with ddp.no_sync():
             loss = checkpoint(ddp, x, use_reentrant=use_reentrant)
         ddp.zero_grad()

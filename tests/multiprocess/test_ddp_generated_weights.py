@@ -1,4 +1,4 @@
-"""Modules that compute weights in forward, and put them where parameters are: hypernetworks, for one."""
+"""Modules that compute weights in forward and store them in place of parameters, such as hypernetworks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Hypernetwork(nn.Module):
 
 
 class WeightDrop(nn.Module):
-    """As fastai has it: a layer runs with a part of its weight, which is kept under another name."""
+    """fastai's WeightDrop: a layer runs with dropout on its weight, which is stored under another name."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -60,18 +60,18 @@ def leaves(model: nn.Module) -> list[nn.Parameter]:
 
 
 def clear(model: nn.Module) -> None:
-    """zero_grad() warns of the weights that the model has computed."""
+    """Clears gradients without zero_grad(), which warns about the computed weights."""
     for parameter in leaves(model):
         parameter.grad = None
 
 
 def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    torch.manual_seed(number)  # what is dropped
+    torch.manual_seed(number)  # the same dropout mask everywhere
     return model(batch(rank, number)).square().mean()
 
 
 def means(alone: nn.Module, numbers: list[int], weights: tuple[float, float] = (1.0, 1.0)) -> list[Any]:
-    """What .grad must be after the ranks have run backward for these batches."""
+    """Returns the expected .grad after the ranks have run backward for these batches."""
     clear(alone)
     for rank, weight in enumerate(weights):
         for number in numbers:
@@ -96,7 +96,7 @@ def test_accumulated_gradients_are_averaged(rank: int, path: str, model: type[nn
 
 @pytest.mark.parametrize("model", MODELS)
 @kept_ranks(2, group="gloo")
-def test_every_backward_is_weighted(rank: int, model: type[nn.Module]) -> None:
+def test_weighted_backwards_are_averaged(rank: int, model: type[nn.Module]) -> None:
     alone = model()
     ddp = DistributedDataParallel(model(), weight=lambda x: 1.0 + 2 * rank)
     for number in range(3):
@@ -107,7 +107,7 @@ def test_every_backward_is_weighted(rank: int, model: type[nn.Module]) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_ranks_with_other_numbers_of_batches_join(rank: int) -> None:
+def test_ranks_with_different_numbers_of_batches_join(rank: int) -> None:
     ddp = DistributedDataParallel(Hypernetwork())
     loss(ddp, rank, 9).backward()
     with ddp.join():
@@ -145,7 +145,7 @@ def test_a_frozen_layer_beside_generated_weights_gets_no_gradient(rank: int) -> 
 
 @kept_ranks(2, group="gloo")
 def test_a_model_wrapped_after_its_first_forward(rank: int) -> None:
-    """Its generated weight is already where a parameter would be."""
+    """The generated weight is already in the parameter's place when the model is wrapped."""
     alone, model = Hypernetwork(), Hypernetwork()
     loss(model, rank, 5)
     ddp = DistributedDataParallel(model)
@@ -169,7 +169,7 @@ def test_functional_calls_with_some_tensors_replaced(rank: int) -> None:
 
 @kept_ranks(2, group="gloo")
 def test_transforms_of_functional_calls_with_some_tensors_replaced(rank: int) -> None:
-    """On one rank alone: what they compute is averaged nowhere."""
+    """Transforms run on one rank only; their gradients are not averaged."""
     ddp = DistributedDataParallel(nn.Linear(4, 2))
     x = batch(rank, 0)
 

@@ -1,8 +1,8 @@
 """DistributedDataParallel on a GPU: one rank over NCCL, and ranks that share a GPU over Gloo.
 
-NCCL refuses two ranks on one device; Gloo takes tensors of a GPU. Skipped where there is no GPU, or runs on a
-device that stands for one (`tests.accelerator`). Hosts are simulated: ranks that say that they are on
-different ones share no memory.
+NCCL refuses two ranks on one device; Gloo accepts tensors of a GPU. Without a GPU, these tests run on a
+simulated device if there is one (`tests.accelerator`), and are skipped otherwise. Hosts are simulated: ranks
+that report different hosts share no memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_one_rank_over_nccl(rank: int) -> None:
     alone = two_layers().double()
     train(alone, batch().double())
     for view in (False, True):
-        # "raise" has a single rank reduce its gradients as well.
+        # With "raise", a single rank reduces its gradients, too.
         model = two_layers().to(DEVICE)
         ddp = DistributedDataParallel(
             model, device_ids=[torch.device(DEVICE, 0)], nonfinite="raise", gradient_as_bucket_view=view
@@ -107,7 +107,7 @@ def wide() -> nn.Sequential:
 def check_means_through_hosts(
     rank: int, world_size: int, num_hosts: int, device: torch.device, **options: object
 ) -> None:
-    """Some backwards over simulated hosts, beside one process with the whole batch in float64."""
+    """Compares backwards over simulated hosts with one process that has the whole batch, in float64."""
     be_on_host(rank * num_hosts // world_size)
     accelerator.module().set_device(device)
     for view in (False, True):
@@ -124,7 +124,7 @@ def check_means_through_hosts(
         for step in range(4):
             x = torch.randn(4 * world_size, 40, generator=torch.Generator().manual_seed(step))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a GPU that computes with TF32, say
+                warnings.simplefilter("ignore")  # about TF32 on the GPU, for example
                 model.zero_grad()
                 ddp(x[rank::world_size].to(device)).square().mean().backward()
             alone = wide().double()
@@ -132,9 +132,9 @@ def check_means_through_hosts(
             for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
                 assert_close(ours.grad.double().cpu(), expected.grad, rtol=1e-3, atol=1e-5)
         own = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
-        told: list[object] = [None] * world_size
-        torch.distributed.all_gather_object(told, own.numpy().tobytes())
-        assert len(set(told)) == 1
+        gathered: list[object] = [None] * world_size
+        torch.distributed.all_gather_object(gathered, own.numpy().tobytes())
+        assert len(set(gathered)) == 1
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
@@ -155,14 +155,14 @@ def test_two_hosts_of_two_ranks_that_share_a_gpu_over_gloo(rank: int, compressio
 
 @ranks(2, group=GLOO_AND_NCCL, deadline_s=240)
 def test_two_hosts_of_one_rank_share_a_gpu_over_nccl(rank: int) -> None:
-    """NCCL within hosts of one rank each: its streams and the copies, on a single GPU."""
-    # What goes over the group of all would need NCCL between two ranks of one GPU.
+    """NCCL within hosts of one rank each: checks its streams and copies on a single GPU."""
+    # init_sync and broadcast_buffers would need NCCL between two ranks of one GPU.
     check_means_through_hosts(rank, 2, 2, torch.device(DEVICE, 0), init_sync=False, broadcast_buffers=False)
 
 
 @ranks(2, group=GLOO_AND_NCCL, deadline_s=240)
 def test_a_sum_between_hosts_that_overflows_is_reported(rank: int) -> None:
-    """Its mean would be finite, and so is each gradient."""
+    """The sum overflows although each gradient and their mean are finite."""
     be_on_host(rank)
     ddp = DistributedDataParallel(
         nn.Linear(2, 1, bias=False).to(DEVICE),

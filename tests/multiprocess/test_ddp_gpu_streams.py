@@ -1,8 +1,8 @@
-"""DistributedDataParallel on a GPU: streams, CUDA graphs, mixed precision, torch.compile, and what waits.
+"""DistributedDataParallel on a GPU: streams, waits, CUDA graphs, mixed precision, and torch.compile.
 
-One rank over NCCL, which averages with itself because it has a weight: without one, a single rank averages
-nothing. Skipped where there is no GPU, or runs on a device that stands for one (`tests.accelerator`).
-References are the module alone.
+One rank runs over NCCL. It has a weight, since a single rank without a weight averages nothing. Without a
+GPU, these tests run on a simulated device if there is one (`tests.accelerator`), and are skipped otherwise.
+The reference is the unwrapped module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wrapped(model: nn.Module, **options: object) -> DistributedDataParallel:
 
 
 def steps(model: nn.Module, batches: list[torch.Tensor]) -> None:
-    """Plain SGD with an optimizer, which reads gradients on the current stream."""
+    """Trains with SGD, which reads gradients on the current stream."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for batch in batches:
         optimizer.zero_grad()
@@ -61,7 +61,7 @@ def test_a_usual_backward_does_not_wait_for_the_device(rank: int) -> None:
             batches = some_batches()
             ddp = wrapped(model, nonfinite=nonfinite, gradient_as_bucket_view=view)
             steps(alone, batches)
-            steps(ddp, batches[:2])  # the first backward passes settle buckets, and look at once
+            steps(ddp, batches[:2])  # the first backwards fix the buckets and check for NaN at once
             with no_waiting():
                 steps(ddp, batches[2:])
             accelerator.module().synchronize()
@@ -69,9 +69,9 @@ def test_a_usual_backward_does_not_wait_for_the_device(rank: int) -> None:
 
 
 @ranks(1, group=NCCL, deadline_s=240)
-def test_the_host_is_done_before_the_device(rank: int) -> None:
+def test_backward_returns_before_the_device_has_run_it(rank: int) -> None:
     ddp = wrapped(two_layers().to(DEVICE))
-    *first, last = some_batches(4)  # now, as to bring one to the device waits for its stream
+    *first, last = some_batches(4)  # made now, since a copy to the device waits for its stream
     steps(ddp, first)
     accelerator.module().synchronize()
     busy(2000)
@@ -83,7 +83,7 @@ def test_the_host_is_done_before_the_device(rank: int) -> None:
 
 
 @ranks(1, group=NCCL, deadline_s=240)
-def test_infinities_are_told_a_backward_later_and_at_once_where_that_is_asked_for(rank: int) -> None:
+def test_nonfinite_gradients_are_reported_one_backward_later(rank: int) -> None:
     ddp = wrapped(two_layers().to(DEVICE))
     steps(ddp, some_batches(3))
     ddp.zero_grad()
@@ -95,7 +95,7 @@ def test_infinities_are_told_a_backward_later_and_at_once_where_that_is_asked_fo
 
 
 class TwoStreams(nn.Module):
-    """A half of its forward, and so of its backward, runs on another stream."""
+    """Half of its forward, and so of its backward, runs on another stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class TwoStreams(nn.Module):
 
 
 class Slowly(torch.autograd.Function):
-    """Its backward gives its stream something to do first."""
+    """The identity; its backward first keeps its stream busy."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_training_on_a_stream_that_is_not_the_default(rank: int) -> None:
 
 
 def train_scaled(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dtype) -> list[float]:
-    """Mixed precision as people write it; the scale after each step."""
+    """Trains with mixed precision and a gradient scaler; returns the scale after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler(KIND, init_scale=2.0**10, enabled=dtype is torch.float16)
     scales = []
@@ -207,11 +207,11 @@ def test_gradients_that_are_reduced_in_16_bits(rank: int) -> None:
 
 
 def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Some eager steps on a side stream, then one that is recorded."""
+    """Runs eager steps on a side stream, then records one step."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(11):  # as torch asks for of its own DDP
+        for _ in range(11):  # as many as torch requires for its own DDP
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -247,7 +247,7 @@ def test_a_cuda_graph_of_a_whole_step(rank: int) -> None:
         assert_same(model, alone)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
 @ranks(1, group=NCCL, deadline_s=300)
 def test_compiled_around_and_inside(rank: int) -> None:
     batches = some_batches()
@@ -261,7 +261,7 @@ def test_compiled_around_and_inside(rank: int) -> None:
 
 
 @ranks(1, group=NCCL, deadline_s=240)
-def test_losses_are_those_of_torchs_ddp(rank: int) -> None:
+def test_losses_match_torchs_ddp(rank: int) -> None:
     for name in ("cnn", "gpt"):
         task = TASKS[name]
 
@@ -293,7 +293,7 @@ def test_unused_parameters_and_accumulation(rank: int) -> None:
 
     for view in VIEWS:
         model = Halves().to(DEVICE)
-        # "raise" has a single rank average, too; with a weight, accumulated gradients would be averaged.
+        # "raise" makes a single rank average; a weight would also average the accumulated gradients.
         ddp = DistributedDataParallel(
             model, nonfinite="raise", find_unused_parameters=True, gradient_as_bucket_view=view
         )

@@ -1,4 +1,4 @@
-"""Hooks of users beside ours: what they leave is averaged, and a later change raises on every rank."""
+"""Users' gradient hooks run before ours and their result is averaged; a later change raises on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import two_layers
 
 PATHS = ["group", "memory"]
-CAPS_MB = [25, 0.0001]  # one bucket, whose hooks stay; and several, whose hooks are registered anew
+CAPS_MB = [25, 0.0001]  # one bucket, whose hooks stay; several, whose hooks are registered again
 
 
 def clamp_in_place(parameter: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ def clamp(parameter: torch.Tensor) -> None:
 
 
 def train(ddp: nn.Module, rank: int, before_step: Callable[[int], Any]) -> list[torch.Tensor]:
-    """Three steps of SGD; returns all gradients."""
+    """Runs three steps of SGD; returns all gradients."""
     found = []
     for step in range(3):
         ddp.zero_grad()
@@ -61,7 +61,7 @@ def test_a_hook_after_wrapping_runs_before_ours_as_in_torch(
             for wrap in (functools.partial(DistributedDataParallel, reduce_through=path), TorchDDP):
                 model = two_layers()
                 before = [p.register_post_accumulate_grad_hook(lambda p: None) for p in model.parameters()]
-                # torch's in-place hook would change its bucket view twice; its own way is the reference.
+                # With views, torch would apply the in-place hook twice; torch without views is the reference.
                 ddp = wrap(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=view and wrap is not TorchDDP)
 
                 def add(model: nn.Module = model) -> None:
@@ -99,16 +99,16 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
 ) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
-    head = model[2].weight  # its gradient comes early; that of the first layer last
+    head = model[2].weight  # its gradient is ready first, that of the first layer last
 
     def forget(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
     x = torch.full((1, 4), 1.0 + rank)
     for change, got in ((clamp, "another tensor"), (clamp_in_place, "in place"), (forget, "no gradient")):
-        for who in ([1], [0, 1]):
+        for changed_on in ([1], [0, 1]):
             handles, node = [], node_of(head)
-            if rank in who:
+            if rank in changed_on:
                 handles = [
                     node.register_hook(lambda *_: change(head)),  # noqa: B023
                     model[0].weight.register_hook(lambda _: change(head)),  # noqa: B023
@@ -117,10 +117,10 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
                 ddp.zero_grad()
                 with pytest.raises(ConfigError, match=r"2\.weight") as caught:
                     ddp(x).sum().backward()
-                assert (got in str(caught.value)) == (rank in who)
+                assert (got in str(caught.value)) == (rank in changed_on)
                 if handle is not None:
                     handle.remove()
-            if not handles:  # this rank makes as many backward passes
+            if not handles:  # the other rank runs two backwards, so this one does, too
                 ddp.zero_grad()
                 with pytest.raises(ConfigError, match=r"2\.weight"):
                     ddp(x).sum().backward()
@@ -131,8 +131,8 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_two_models_in_one_backward_bring_each_others_means(rank: int, path: str) -> None:
-    """What the first model's backward writes into a shared gradient is no change by somebody else."""
+def test_two_models_in_one_backward_share_a_parameter(rank: int, path: str) -> None:
+    """The mean that the first model writes into a shared gradient is not reported as a foreign change."""
     shared = nn.Linear(4, 2)
     nn.init.ones_(shared.weight)
     first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
@@ -167,30 +167,30 @@ def kinds() -> Iterator[tuple[str, dict[str, Any], bool]]:
 @pytest.mark.parametrize("rows", [2, 20])
 @kept_ranks(2, group="gloo")
 def test_a_parameter_of_another_shape_is_refused_on_every_rank(rank: int, path: str, rows: int) -> None:
-    """A mean of the old size would end within the gradient of a larger one, or beyond that of a smaller."""
+    """A mean of the old size would fill only part of a larger gradient, or write beyond a smaller one."""
     x = torch.tensor([0, 1])
     for kind, options, sparse in kinds():
-        for who in ([1], [0, 1]):
+        for changed_on in ([1], [0, 1]):
             model = Words(sparse=sparse)
             ddp = DistributedDataParallel(model, reduce_through=path, **options)
             ddp(x).sum().backward()
             ddp.zero_grad()
             old = model.table.weight.data
-            if rank in who:
+            if rank in changed_on:
                 model.table.weight.data = torch.ones(rows, 4)
             loss = ddp(x).sum()
             guards = [torch.full((rows * 4,), 3.0) for _ in range(50)]
             with pytest.raises(ConfigError, match=r"'table\.weight'") as caught:
                 loss.backward()
             assert all(torch.equal(guard, torch.full((rows * 4,), 3.0)) for guard in guards)
-            told = str(caught.value)
-            if rank in who:
-                assert "(8, 4)" in told and f"({rows}, 4)" in told, (kind, told)
-                assert "wrap" in told
+            message = str(caught.value)
+            if rank in changed_on:
+                assert "(8, 4)" in message and f"({rows}, 4)" in message, (kind, message)
+                assert "wrap" in message
             else:
-                assert "rank 1 of 2" in told
+                assert "rank 1 of 2" in message
             del loss, caught
-            gc.collect()  # as long as the graph is there, autograd remembers the other shape
+            gc.collect()  # while the graph lives, autograd keeps the other shape
             ddp.zero_grad()
             model.table.weight.data = old
             (ddp(x).sum() * (1 + rank)).backward()
@@ -232,13 +232,13 @@ def test_another_shape_is_refused_in_no_sync_or_at_the_next_backward(
     with pytest.raises(ConfigError, match=r"'2\.(weight|bias)'"):
         with ddp.no_sync():
             ddp(x).sum().backward()
-        assert not view  # there the gradient moves at once
+        assert not view  # with views, the first backward raises
         ddp(x).sum().backward()
 
 
 @kept_ranks(2, group="gloo")
 def test_data_of_the_same_shape_may_be_swapped(rank: int) -> None:
-    """Also through another dtype, for which autograd drops what it knows of the parameter."""
+    """The conversion through another dtype makes autograd drop the parameter's AccumulateGrad node."""
     model = two_layers()
     ddp = DistributedDataParallel(model)
     x = torch.full((1, 4), 1.0 + rank)
