@@ -1,4 +1,4 @@
-"""Training steps on several hosts, beside the framework's own wrapper in the same rounds: `make hosts`.
+"""Times steps on several hosts, beside the framework's own wrapper in the same rounds (`make hosts`).
 
 python -m tests.hosts --layouts 2x2,2x1 --rates 100mbit,1gbit --sizes 100000,26214400 --rounds 7
 python -m tests.hosts --layouts 2x2 --sizes 26214400 --ways torch,hosts,bf16,int8,topk
@@ -56,12 +56,12 @@ def measure(
     dtype: str = "float32",
     python: str = sys.executable,
 ) -> dict[str, Any]:
-    """The results of one job's ranks; see `rank` and `paddle_rank`.
+    """Run one job, whose ranks are `rank` or `paddle_rank`, and return its results.
 
-    `python` runs them.
+    `python` is the interpreter of the ranks.
 
     Raises:
-        RuntimeError: A rank failed; with its output.
+        RuntimeError: A rank failed. The message has the output of rank 0.
     """
     places = LAYOUTS[layout]
     # A round of one variant takes about a second, and at least one step.
@@ -91,13 +91,13 @@ def measure(
 
 
 def floor_bytes(layout: str, nbytes: int) -> float:
-    """The fewest bytes that host 0 has to send in one step: all that other hosts lack, and no byte twice."""
+    """The fewest bytes that one of n hosts sends in an all-reduce between them: 2 (n - 1) / n * nbytes."""
     hosts = max(LAYOUTS[layout]) + 1
     return 2 * (hosts - 1) / hosts * nbytes
 
 
 def row(layout: str, rate: str, found: dict[str, Any]) -> str:
-    """One line of the table: medians over rounds, of ratios within each round."""
+    """One line of the table. Each ratio is the median over rounds of the ratio within a round."""
     seconds, sent, nbytes = found["seconds"], found["sent_bytes"], found["nbytes"]
     ways = list(seconds)
     incumbent = seconds[ways[0]]
@@ -116,12 +116,11 @@ def row(layout: str, rate: str, found: dict[str, Any]) -> str:
 
 
 def _averaging(ways: Sequence[str]) -> list[str]:
-    """The variants whose bytes are shown: over the group the framework sends them."""
+    """The variants whose sent bytes are shown: not `group`, whose bytes the framework sends itself."""
     return [way for way in ways if way not in ("group", ALONE)]
 
 
 def header(ways: Sequence[str]) -> str:
-    """The head of the table."""
     titles = {
         "torch": "torch's DDP, ms",
         "paddle": "paddle.DataParallel, ms",
@@ -176,7 +175,7 @@ def main() -> int:
 
 
 def carries(rate: str, congestion: str) -> bool:
-    """Test whether a link of this rate carries most of it here; print the measured rate."""
+    """Print the rate that a link reaches here; return whether that is most of the nominal rate."""
     with Hosts(2, rate, congestion) as hosts:
         carried = carried_bits_per_s(hosts)
     does = carried >= _CARRIED * RATES[rate].bits_per_s

@@ -1,10 +1,11 @@
 """Training on handwritten digits with fewer bytes between hosts, compared with full gradients in each step.
 
 python -m tests.hosts.convergence --epochs 8 --seeds 3                       # compressed gradients
-python -m tests.hosts.convergence --what local_sgd --optimizer adamw         # hosts that sync now and then
+python -m tests.hosts.convergence --what local_sgd --optimizer adamw         # hosts that sync every few steps
 
-The two hosts of one rank each are processes of this machine that are configured as hosts: convergence does
-not depend on the speed of the link. scikit-learn's copy of the UCI digits, nothing to download.
+The two hosts have one rank each. They are processes of this machine that are configured as hosts, because
+convergence does not depend on the speed of the link. The data are scikit-learn's copy of the UCI digits, so
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BATCH = 32
 def train(
     rank: int, arguments: dict[str, Any], optimizer_name: str, seed: int, epochs: int
 ) -> tuple[list[float], float, int]:
-    """Mean training loss of each epoch, the final test accuracy, and the bytes that were sent."""
+    """Mean training loss of each epoch, the final test accuracy, and the bytes that this rank sent."""
     data, test_data = load_data()
     x, y = data.tensors
     torch.manual_seed(seed)
@@ -83,7 +84,7 @@ _sent: list[int] = []
 
 
 def train_or_diverge(*arguments: Any) -> tuple[list[float], float, int]:
-    """The result of `train`; infinite losses, if the hosts' parameters did not stay finite."""
+    """Return the result of `train`, or infinite losses if the parameters did not stay finite."""
     try:
         return train(*arguments)
     except NonFiniteGradientError:
@@ -91,7 +92,7 @@ def train_or_diverge(*arguments: Any) -> tuple[list[float], float, int]:
 
 
 def run(rank: int, what: str, optimizer: str, seeds: int, epochs: int) -> dict[str, Any]:
-    """Every variant with every seed."""
+    """Train every variant with every seed."""
     sending = noting(GlooTransport.sending, lambda message, _: _sent.append(message.nbytes))
     GlooTransport.sending = sending  # type: ignore[assignment,method-assign]
     be_on_host(rank)

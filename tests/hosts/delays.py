@@ -1,4 +1,7 @@
-"""python -m tests.hosts.delays: how soon all ranks of two hosts know of a failure, beside torch's DDP."""
+"""Measures how soon all ranks of two hosts raise after a failure, beside torch's DDP.
+
+python -m tests.hosts.delays
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ CUTS = {"cut": None, "cut from host 0 to host 1": 0, "cut from host 1 to host 0"
 
 
 def struck(what: str, path: str) -> float:
-    """Seconds from the fault of one rank to the error of the last of the others."""
+    """Seconds from the fault of one rank until the last of the other ranks raises."""
     with Hosts(2, "1gbit") as hosts:
         ranks = start(hosts, what, path, python=sys.executable)
         at = guilty_at(ranks[GUILTY])
@@ -23,11 +26,11 @@ def struck(what: str, path: str) -> float:
 
 
 def cut(path: str, source: int | None = None) -> float:
-    """Seconds from the cut of the link to the error of the last rank.
+    """Seconds from the cut of the link until the last rank raises.
 
     Args:
         path: A value of `reduce_through`.
-        source: The host whose packets do not arrive; None: those of both.
+        source: The host whose packets do not arrive. None: packets of neither host arrive.
     """
     with Hosts(2, "1gbit") as hosts:
         ranks = start(hosts, "cut", path, python=sys.executable)
@@ -45,7 +48,7 @@ def main() -> None:
         for what in ("kill", "raise"):
             for path in PATHS:
                 found.setdefault((what, path), []).append(struck(what, path))
-    for path in PATHS[:2] * 2:  # torch's own waits for its time-out, of 90 s here
+    for path in PATHS[:2] * 2:  # torch's DDP waits for its timeout, 90 s here
         for name, source in CUTS.items():
             found.setdefault((name, path), []).append(cut(path, source))
     print("| fault | way | runs | median | smallest | largest |\n|---|---|--:|--:|--:|--:|")

@@ -1,9 +1,9 @@
 """Trains until something goes wrong, and reports when and what: `failing.py FRAMEWORK WHAT PATH`.
 
-Rank 3 is killed, or raises, if WHAT says so; otherwise the test causes the fault from outside, or it was
-there from the start. PATH is a value of `reduce_through`; with "torch", torch's own DDP trains. Each rank
-prints lines of an event and the time, of a clock that all hosts share. After "warm" comes its process id, and
-after "noticed" the error.
+Rank 3 kills itself if WHAT is "kill", and raises if it is "raise". Other faults come from the test, or exist
+from the start, like a slow link. PATH is a value of `reduce_through`, or "local_sgd", or "torch" for torch's
+own DDP. Each rank prints lines of an event and its time, by a clock that all hosts share. The line after
+"warm" is the rank's process id, and the lines after "noticed" are its error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ WARM_STEPS = 3
 SLOW_WIDTH = 380
 """The width of a model whose gradients, 0.6 MB, wait in the queue of a link of 1 Mbit/s for 4.6 s."""
 PAUSED_STEPS = 400
-"""At least 4 s of steps, in which a rank is paused, or a link is cut for a while."""
+"""Steps that take at least 4 s, in which the test pauses a rank or cuts a link for a while."""
 NOTICED = 7
-"""Exit status of a rank that raised because of another."""
+"""Exit status of a rank that raised because of a failure elsewhere."""
 
 
 def say(event: str, text: str = "") -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     except failure as error:
         say("noticed", f"{error}\n")
         shown = "".join(traceback.format_exception(error))
-        assert path == "torch" or '{"kind"' not in shown, shown  # packed messages between ranks
+        assert path == "torch" or '{"kind"' not in shown, shown  # a packed error of another rank
         if path == "torch":
             program.end_at_once(NOTICED)
         sys.exit(NOTICED)

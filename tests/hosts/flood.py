@@ -1,8 +1,8 @@
 """A foreign process that connects to each listening socket of its network namespace: `flood.py UID`.
 
-For `flooded.py` and its test. It becomes user UID, finds abstract Unix sockets and TCP ports as any user can,
-and connects as often as there is room. Each connection stays and sends nothing; beyond MOST_HELD, the oldest
-ones are closed. It runs until it is killed.
+For `test_floods.py`. It becomes user UID, finds abstract Unix sockets and TCP ports as any user can, and
+connects as often as the listening sockets accept. Each connection stays open and sends nothing; beyond
+MOST_HELD connections, the oldest ones are closed. The process runs until it is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TCP_LISTENS = "0A"
 
 
 def listeners() -> Iterator[tuple[int, object]]:
-    """The family and the address of each."""
+    """Yield the family and address of each listening socket."""
     with open("/proc/net/unix") as file:
         for fields in map(str.split, file):
             if len(fields) > 7 and fields[7].startswith("@") and fields[3] == _LISTENS:

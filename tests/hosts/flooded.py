@@ -1,6 +1,6 @@
-"""One rank that repeatedly forms groups of every kind, and trains: started by `paceline run`.
+"""One rank, started by `paceline run`, that repeatedly forms groups of every kind and trains.
 
-Each rank prints a line of its results: digests of gradients and sums, and the paths that gradients took.
+It prints one line with its results: a digest of all sums and gradients, and the paths of the gradients.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from paceline.paddle import DataParallel
 
 
 def join(by_framework: bool) -> int:
-    """Form the group, by Paddle's own call or by Paceline's; return the rank of this process."""
+    """Form the group with Paddle's own call or with Paceline's; return the rank of this process."""
     if not by_framework:
         paceline.paddle.init_parallel_env()
         return dist.get_rank()
@@ -31,7 +31,7 @@ def join(by_framework: bool) -> int:
 
 
 def backward_of(path: str, width: int = 64) -> Callable[[], None]:
-    """One backward of a model with width * (width + 1) parameters over this path."""
+    """Return a function that runs one backward of a model with width * (width + 1) parameters."""
     model = DataParallel(nn.Linear(width, width), reduce_through=path, timeout_s=60)
     assert model.gradient_path == ("hosts" if path == "auto" else "group")
     x = paddle.ones([4, width])
@@ -44,7 +44,7 @@ def backward_of(path: str, width: int = 64) -> Callable[[], None]:
 
 
 def gradient_of(rank: int) -> tuple[float, str]:
-    """A gradient of one backward in which that of rank r is 2 (r + 1), and the path."""
+    """Return an averaged gradient of one backward, to which rank r contributes 2 (r + 1), and its path."""
     net = nn.Linear(4, 1)
     model = DataParallel(net)
     model(paddle.full([2, 4], rank + 1.0)).sum().backward()
@@ -52,12 +52,11 @@ def gradient_of(rank: int) -> tuple[float, str]:
 
 
 def leave() -> None:
-    """End after the other ranks, on rank 0, which serves Paddle's store."""
+    """Wait for all ranks: rank 0, which serves Paddle's store, must not end before the others."""
     dist.barrier()
 
 
 def world_size() -> int:
-    """Number of ranks."""
     return dist.get_world_size()
 
 

@@ -14,7 +14,7 @@ from paceline.torch import DistributedDataParallel, LocalSGD, init_process_group
 
 
 def join(by_framework: bool) -> int:
-    """Form the group, by torch's own call or by Paceline's; return the rank of this process."""
+    """Form the group with torch's own call or with Paceline's; return the rank of this process."""
     torch.set_num_threads(1)
     form = dist.init_process_group if by_framework else init_process_group
     form("gloo", timeout=timedelta(seconds=90))
@@ -22,9 +22,10 @@ def join(by_framework: bool) -> int:
 
 
 def backward_of(path: str, width: int = 64) -> Callable[[], None]:
-    """One backward of a model with width * (width + 1) parameters over this path; "torch": of torch's DDP.
+    """Return a function that runs one backward of a model with width * (width + 1) parameters.
 
-    "local_sgd": one step of each host by itself; each fourth step ends with a sync.
+    With "torch" the wrapper is torch's DDP. With "local_sgd" the function also takes an optimizer step, and
+    the hosts sync in every fourth step.
     """
     model: nn.Module
     if path == "torch":
@@ -47,7 +48,7 @@ def backward_of(path: str, width: int = 64) -> Callable[[], None]:
 
 
 def gradient_of(rank: int) -> tuple[float, str]:
-    """A gradient of one backward in which that of rank r is 2 (r + 1), and the path."""
+    """Return an averaged gradient of one backward, to which rank r contributes 2 (r + 1), and its path."""
     model = DistributedDataParallel(nn.Linear(4, 1))
     model(torch.full((2, 4), rank + 1.0)).sum().backward()
     gradient, *_ = model.module.weight.grad.flatten().tolist()
@@ -55,13 +56,12 @@ def gradient_of(rank: int) -> tuple[float, str]:
 
 
 def leave() -> None:
-    """End after the other ranks, on rank 0, which serves torch's store."""
+    """Wait for all ranks: rank 0, which serves torch's store, must not end before the others."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def world_size() -> int:
-    """Number of ranks."""
     return dist.get_world_size()
 
 

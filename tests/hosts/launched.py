@@ -1,6 +1,6 @@
-"""The same script for every launcher: one backward over all hosts. Each rank prints one line.
+"""The script that every launcher starts: one backward over all hosts. Each rank prints one line.
 
-`launched.py [FRAMEWORK]`, torch by default.
+`launched.py [FRAMEWORK]`; the default is torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def main() -> None:
     program = importlib.import_module(f"tests.hosts.in_{framework}")
     rank = program.join(False)
     gradient, path = program.gradient_of(rank)
-    # Under torch alone all are set by now; Paddle reads none of these.
+    # Paceline's init_process_group for torch has set these; Paddle does not use them.
     place = [os.environ.get(name, "?") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    # One write, so that lines of two ranks do not mix.
+    # A single write, so that the lines of two ranks do not mix.
     print(
         f"rank {rank} of {program.world_size()} on {os.uname().nodename}, place {' of '.join(place)}: "
         f"{gradient:g} by {path}\n",

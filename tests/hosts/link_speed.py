@@ -1,6 +1,6 @@
 """Measures the link between two hosts: tc may accept a rate that the processor cannot reach.
 
-python -m tests.hosts.link_speed receive, on one host; on the other, then: send ADDRESS
+Run `python -m tests.hosts.link_speed receive` on one host, and then `... send ADDRESS` on the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PIECE_BYTES = 1 << 18
 
 
 def carried_bits_per_s(hosts: Hosts) -> float:
-    """The rate from host 0 to host 1, over one connection, for a second."""
+    """Measure the rate of one connection from host 0 to host 1 for a second."""
     command = [sys.executable, "-m", "tests.hosts.link_speed"]
     receiver = hosts.start(1, [*command, "receive"], {}, stdout=subprocess.PIPE, text=True)
     assert receiver.stdout is not None
-    receiver.stdout.readline()  # it listens
+    receiver.stdout.readline()  # "listening"
     sender = hosts.start(0, [*command, "send", hosts.address(1)], {})
     output, _ = receiver.communicate(timeout=60)
     sender.wait(60)
@@ -30,7 +30,7 @@ def carried_bits_per_s(hosts: Hosts) -> float:
 
 
 def receive() -> None:
-    """Print that it listens, and then bits per second."""
+    """Print "listening", then the bits per second that arrive over one connection."""
     with socket.create_server(("", _PORT)) as listener:
         print("listening", flush=True)
         link, _ = listener.accept()

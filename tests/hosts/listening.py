@@ -1,9 +1,9 @@
 """One rank that only holds a control channel: `listening.py FOLDER WHAT`.
 
-The ranks connect through FOLDER, which all hosts share here. Each prints lines of an event and the time, of a
-clock that all hosts share too, and the error after the last one. Rank GUILTY does WHAT half a second after
-all have come: kill, raise, leave, or nothing. With "ask", each rank asks for the state of the others, once
-there is a file of that name in FOLDER, and ends when there is one named "end".
+The ranks exchange their addresses through FOLDER, which all hosts share here. Each rank prints lines of an
+event and its time, by a clock that all hosts share too, and its error after the last line. Half a second
+after the channel has formed, rank GUILTY does WHAT: kill, raise, leave, or nothing. If WHAT is "ask", each
+rank asks for the state of the others when a file "ask" appears in FOLDER, and ends when a file "end" appears.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def facts_of(layout: tuple[int, ...], secret: bytes) -> tuple[list[list[int]], F
 
 
 def form(folder: Path, layout: tuple[int, ...]) -> ControlChannel:
-    """The channel of this rank; `layout` is the host of each."""
+    """Form the channel of this rank; `layout` is the host of each rank."""
     secret = find_secret()
     hosts, facts = facts_of(layout, secret.key)
     exchange = FolderExchange(folder, facts.rank, facts.world_size)

@@ -1,4 +1,4 @@
-"""The measurement of one rank, in any framework: every variant of averaging in turn, round by round."""
+"""The measurement in one rank, for either framework: every variant of averaging in turn, round by round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPRESSED = ("bf16", "fp16", "int8", "topk")
-"""Like hosts, with compress_between_hosts."""
+"""Values of compress_between_hosts; the variants are otherwise like `hosts`."""
 ALONE = "alone"
 """The model without any wrapper: the time of a step without averaging."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -28,7 +28,7 @@ class Arguments:
         rounds: How often each variant is measured.
         steps: The number of backwards of one measurement.
         ways: The variants of averaging, by name.
-        dtype: Of the parameters.
+        dtype: The dtype of the parameters.
     """
 
     nbytes: int
@@ -44,7 +44,7 @@ class Arguments:
 
 
 def width_of(nbytes: int, dtype: str = "float32") -> int:
-    """The width of each square layer of a model of about so many bytes."""
+    """The width of each square layer of a model of about `nbytes`."""
     return max(4, round((nbytes / ITEM_BYTES[dtype] / NUM_LAYERS) ** 0.5))
 
 
@@ -55,13 +55,13 @@ def measure(
     barrier: Callable[[], None],
     slowest: Callable[[float], float],
 ) -> dict[str, Any]:
-    """For each round: seconds of a backward on the slowest rank, and bytes that this host has sent in it.
+    """For each round: seconds of a backward on the slowest rank, and bytes that this host sent in it.
 
     Args:
-        models: One for each variant.
-        backward: One backward of a model.
+        models: The wrapped model of each variant, by name.
+        backward: Runs one backward of a model.
         barrier: Waits for all ranks.
-        slowest: The maximum of all ranks' values.
+        slowest: Returns the maximum over all ranks.
     """
     seconds: dict[str, list[float]] = {way: [] for way in models}
     sent_bytes: dict[str, list[float]] = {way: [] for way in models}
@@ -80,12 +80,12 @@ def measure(
 
 
 def sent() -> int:
-    """Bytes that this host has put on its link."""
+    """Bytes that this host has sent over its link so far."""
     with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
         return int(file.read())
 
 
 def report(facts: Mapping[str, Any]) -> None:
-    """Write the results for the process that has started the ranks."""
+    """Write the results to the file RESULT, for the process that started the ranks."""
     with open(os.environ["RESULT"], "w") as file:
         json.dump(facts, file)

@@ -1,9 +1,9 @@
-"""Hosts as network namespaces: each with one link to a bridge, of a limited rate in both directions.
+"""Network namespaces as hosts: each has one link to a bridge, with a limited rate in both directions.
 
 host 0 --eth0===port0-- bridge --port1===eth0-- host 1
 
-The bridge has its own namespace, and there is no route out of any: no packet leaves them, and the machine's
-own network is not touched. A host has its own name, and knows those of the others.
+The bridge has its own namespace, and no namespace has a route to the outside: no packet leaves them, and the
+machine's own network is not touched. Each host has a name of its own, and resolves those of the others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Rate:
     """The rate of a link in each direction.
 
     Attributes:
-        tbf: As tc spells it.
-        bits_per_s: The same as a number.
-        burst: Bytes that may pass at once, as tc spells them: of the host, and of the bridge.
-        limit: Bytes that may wait.
+        tbf: The rate as tc spells it.
+        bits_per_s: The rate as a number.
+        burst: Bytes that may pass at once, as tc spells them: at the host's end, and at the bridge's.
+        limit: Bytes that may wait in the queue, likewise.
     """
 
     tbf: str
@@ -50,7 +50,7 @@ RATES = {
 
 
 def why_not() -> str:
-    """The reason why this machine may not make hosts; empty: it may."""
+    """Return the reason why this process cannot make hosts, or "" if it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
@@ -67,14 +67,14 @@ class HostsError(RuntimeError):
 
 
 class Hosts:
-    """Hosts, from entering the block to its end; processes started in them end with it.
+    """A context manager that makes hosts; at its end it kills the processes that run in them.
 
-    A SIGTERM ends the block as an exception does, and then this process.
+    A SIGTERM ends the block as an exception does, and then ends this process.
 
     Args:
-        count: How many.
-        rate: Of each link, a key of RATES.
-        congestion: The congestion control of TCP between them; "": the default of this machine.
+        count: The number of hosts.
+        rate: The rate of each link, a key of RATES.
+        congestion: TCP's congestion control between them; "": the default of this machine.
     """
 
     def __init__(self, count: int, rate: str, congestion: str = "") -> None:
@@ -99,7 +99,7 @@ class Hosts:
 
     def _terminate(self, *_: object) -> None:
         self._is_terminated = True
-        if not self._is_leaving:  # no signal may interrupt this
+        if not self._is_leaving:  # do not interrupt __exit__
             raise SystemExit("SIGTERM")
 
     def __exit__(self, *_: object) -> None:
@@ -121,14 +121,14 @@ class Hosts:
         return f"{SUBNET}{host + 1}"
 
     def rename(self, host: int, title: str, stands_for: str = "") -> None:
-        """Rename a host from now on; another host may resolve the new name, or none."""
+        """Rename a host for later processes; they resolve the new name to `stands_for`, if that is given."""
         self._titles[host] = title
         if stands_for:
             with open(f"/etc/netns/{self._names[host]}/hosts", "a") as file:
                 file.write(f"{stands_for} {title}\n")
 
     def sent_bytes(self, host: int) -> int:
-        """Bytes that a host has put on its link so far, headers included."""
+        """Bytes that a host has sent over its link so far, headers included."""
         counter = "/sys/class/net/eth0/statistics/tx_bytes"
         return int(_run("ip", "netns", "exec", self._names[host], "cat", counter))
 
@@ -141,7 +141,7 @@ class Hosts:
         _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0")
 
     def switch_off(self, host: int) -> None:
-        """Switch a host's interface off: it has no route to the others any more, as its kernel reports."""
+        """Switch a host's interface off, so that its kernel reports that it has no route to the others."""
         _run("ip", "-n", self._names[host], "link", "set", "eth0", "down")
 
     def remove_address(self, host: int) -> None:
@@ -165,12 +165,12 @@ class Hosts:
     def start_ranks(
         self, command: Sequence[str], layout: Sequence[int], environment: Mapping[str, str], **options: Any
     ) -> list[subprocess.Popen[Any]]:
-        """Start a command as each rank, with torchrun's variables.
+        """Start a command once for each rank, with the environment variables of torchrun.
 
         Args:
             layout: The host of rank 0, 1, ...
             environment: Further variables.
-            options: Of Popen.
+            options: Options of Popen.
         """
         found = []
         for rank, host in enumerate(layout):
@@ -194,10 +194,10 @@ class Hosts:
         """Start a command on a host.
 
         Args:
-            host: Its number.
-            command: All wrappers before it use exec: the process is the command.
+            host: The number of the host.
+            command: The command. The wrappers before it use exec, so the returned process is the command's.
             environment: Variables in addition to those of this process.
-            options: Of Popen.
+            options: Options of Popen.
         """
         enter = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
         process = subprocess.Popen(
@@ -212,7 +212,7 @@ class Hosts:
     def write_remote_shell(self, path: Path) -> Path:
         """Write a replacement for ssh between these hosts: `path [options] node1 command ...`.
 
-        As with ssh, the command gets none of the caller's variables.
+        As with ssh, the command does not inherit the caller's variables, except HOME and PATH here.
         """
         prefix = self._names[0].removesuffix("0")
         path.write_text(
@@ -243,7 +243,7 @@ class Hosts:
                 # Set for the route: a namespace may only choose a default that the machine allows to all.
                 route = [f"{SUBNET}0/24", "dev", "eth0", "congctl", self._congestion]
                 _run("ip", "-n", name, "route", "change", *route)
-            # `ip netns exec` mounts it over /etc/hosts.
+            # `ip netns exec` mounts this file over /etc/hosts.
             folder = Path("/etc/netns") / name
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")

@@ -1,4 +1,4 @@
-"""One rank of a measurement with Paddle; see `rank`, whose table it fills."""
+"""One rank of a measurement with Paddle; see `rank`, which does the same with torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAYS = ("paddle", "group", "hosts")
 
 
 def model_of(nbytes: int) -> nn.Layer:
-    """Layers whose parameters have together about so many bytes."""
+    """Layers whose parameters take about `nbytes` together."""
     paddle.seed(0)
     width = width_of(nbytes)
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(NUM_LAYERS)])
@@ -37,19 +37,19 @@ def wrapped(way: str, nbytes: int) -> nn.Layer:
 
 
 def batch(rank: int, model: nn.Layer) -> np.ndarray:
-    """The batch of a rank, the same wherever it is made."""
+    """The batch of a rank, the same in every process."""
     width = model.parameters()[0].shape[0]
     return np.random.default_rng(1 + rank).standard_normal((4, width)).astype(np.float32)
 
 
 def backward(model: nn.Layer, x: paddle.Tensor) -> None:
-    """Make one step's gradients."""
+    """Compute the gradients of one step."""
     model.clear_gradients()
     (model(x) ** 2).mean().backward()
 
 
 def in_one_process(nbytes: int, world_size: int) -> list[np.ndarray]:
-    """Gradients of all ranks' batches, in numpy and float64."""
+    """The gradients of all ranks' batches together, computed with numpy in float64."""
     plain = model_of(nbytes)
     values = [parameter.numpy().astype(np.float64) for parameter in plain.parameters()]
     weights, biases = values[::2], values[1::2]
@@ -66,7 +66,7 @@ def in_one_process(nbytes: int, world_size: int) -> list[np.ndarray]:
 def check(way: str, model: nn.Layer, rank: int, world_size: int, nbytes: int) -> str:
     """Compare gradients with those of one process; return their digest."""
     x = paddle.to_tensor(batch(rank, model))
-    num_steps = {"topk": 64}.get(way, 3)  # the plan is made anew after the first; codes are right on average
+    num_steps = {"topk": 64}.get(way, 3)  # buckets change after the first; int8 and topk are right on average
     means = [np.zeros(p.shape) for p in model.parameters()]
     for _ in range(num_steps):
         backward(model, x)
@@ -83,7 +83,7 @@ def check(way: str, model: nn.Layer, rank: int, world_size: int, nbytes: int) ->
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
+    """The longest time over all ranks."""
     longest = paddle.to_tensor([seconds])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest[0])

@@ -1,8 +1,8 @@
 """One rank of a measurement: every variant of averaging in turn, round by round, in the same processes.
 
-Checks that all variants give the right gradients, the same bits on all ranks, before it times any. Rank 0
-prints one line of JSON. The model is on the CPU, or, if PACELINE_TEST_DEVICE is set, on the stand-in for a
-GPU of `tests/device`; the process groups then match it.
+Before it times any variant, it checks that all give the right gradients, with the same bits on all ranks.
+Rank 0 writes the results as JSON to the file RESULT. The model is on the CPU, or, if PACELINE_TEST_DEVICE is
+set, on the stand-in for a GPU of `tests/device`, with process groups that match it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXACT = "exact"
 
 
 def model_of(nbytes: int, dtype: str = "float32") -> nn.Module:
-    """Layers whose parameters have together about so many bytes."""
+    """Layers whose parameters take about `nbytes` together."""
     torch.manual_seed(0)
     width = width_of(nbytes, dtype)
     layers = [nn.Linear(width, width, dtype=getattr(torch, dtype)) for _ in range(NUM_LAYERS)]
@@ -61,14 +61,14 @@ def wrapped(way: str, nbytes: int, dtype: str = "float32") -> nn.Module:
 
 
 def batch(rank: int, model: nn.Module) -> torch.Tensor:
-    """The batch of a rank, the same wherever it is made."""
+    """The batch of a rank, the same in every process."""
     weight = next(model.parameters())
     found = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1 + rank))
     return found.to(weight)
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:
-    """Make one step's gradients."""
+    """Compute the gradients of one step."""
     model.zero_grad()
     model(x).square().mean().backward()
     if x.device.type != "cpu":
@@ -83,7 +83,7 @@ def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int, d
     is_rough = way in COMPRESSED or dtype != "float32"
     losses = [plain(batch(each, plain)).square().mean() for each in range(world_size)]
     torch.stack(losses).mean().backward()
-    # The plan is made anew after the first. Codes are right on average, those of topk after many steps.
+    # Buckets change after the first step. Compressed gradients are right on average; topk's after many steps.
     num_steps = {"topk": 64}.get(way, 3)
     sums = [torch.zeros_like(p) for p in plain.parameters()]
     for _ in range(num_steps):
@@ -107,7 +107,7 @@ def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int, d
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
+    """The longest time over all ranks."""
     longest = torch.tensor([seconds])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest)

@@ -1,11 +1,12 @@
-"""Measures the cost of a job's secret and TLS: at the start of a job, and each second on the control channel.
+"""Measures what a job's secret and TLS cost: at the start of a job, and per second on the control channel.
 
 python -m tests.hosts.secrecy [--rounds 11] [--hold-s 2]    as root: hosts are network namespaces
 
-Ranks that import no framework hold a channel alone, 4 and 32 of them; then 4 make one backward with torch.
-All ranks stay for all rounds, and in each round each variant has its turn: no secret, a secret without TLS
-(as without openssl), and both. If a variant needs a certificate, a new one is made, as in each new job. Every
-turn checks a gradient, and that the channel is encrypted if it should be.
+First 4 and then 32 ranks without a framework hold only a control channel; then 4 ranks run one backward with
+torch. The processes stay for all rounds, and each round has one turn of each variant: no secret, a secret
+without TLS (as on a machine without openssl), and both. A variant that needs a certificate makes a new one in
+each turn, as each new job does. Every turn checks that the channel is encrypted if it should be; turns with
+torch also check a gradient.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def held(channel: control_channel.ControlChannel, name: str, hold_s: float) -> f
     encrypted = {each.is_encrypted for each in channel._connections.values()}
     assert encrypted == {name == WAYS[2]}, (name, encrypted)
     clock = time.pthread_getcpuclockid(channel._thread.ident or 0)
-    time.sleep(0.5)  # the handshakes have ended
+    time.sleep(0.5)  # by then the handshakes have ended
     begun, used = time.monotonic(), time.clock_gettime(clock)
     time.sleep(hold_s)
     assert channel.failure is None, channel.failure
@@ -72,7 +73,7 @@ def held(channel: control_channel.ControlChannel, name: str, hold_s: float) -> f
 
 
 def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]:
-    """A job from its first call to a backward: the time of each phase on this rank."""
+    """Run one turn with torch, from init to a backward; return the seconds of each phase on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +99,7 @@ def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, flo
 
 
 def alone(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]:
-    """The channel alone."""
+    """Run one turn of a channel alone; return the seconds of each phase on this rank."""
     layout = LAYOUTS[f"channel-{os.environ['WORLD_SIZE']}"]
     secret = os.environ.get("PACELINE_SECRET", "").encode()
     hosts, facts = facts_of(layout, secret)
@@ -114,8 +115,8 @@ def alone(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]
 
 
 def run_rank(folder: Path, part: str, rounds: int, hold_s: float) -> None:
-    """Run all turns of one rank: prints one line of JSON for each."""
-    logging.disable(logging.WARNING)  # a warning without a secret, and one without TLS
+    """Run all turns of one rank, and print one line of JSON for each."""
+    logging.disable(logging.WARNING)  # Paceline warns of a missing secret and of missing TLS
     sample = in_torch if part == "torch" else alone
     for turn in range(rounds * len(WAYS)):
         name = WAYS[(turn + turn // len(WAYS)) % len(WAYS)]
@@ -152,11 +153,11 @@ PICK: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "hub": ("second", lambda each: each[0]),
     "rank": ("second", lambda each: statistics.median(each[1:])),
 }
-"""How these are taken from the ranks' measurements; for other phases, the time of the slowest rank."""
+"""How these columns combine the ranks' values. The other columns show the slowest rank."""
 
 
 def table(samples: list[list[dict[str, Any]]], rounds: int) -> list[str]:
-    """One row for each variant: medians over rounds, and of the differences from the first in each round."""
+    """One row per variant: medians over rounds, and medians of the differences from the first variant."""
     parts = [part for part in HEADS if part in samples[0][0] or part in PICK]
     lines = [f"| way | {' | '.join(HEADS[part] for part in parts)} |", f"|---|{'--:|' * len(parts)}"]
     for name in WAYS:
@@ -173,7 +174,7 @@ def table(samples: list[list[dict[str, Any]]], rounds: int) -> list[str]:
 
 
 def values(samples: list[list[dict[str, Any]]], part: str, name: str, rounds: int) -> list[float]:
-    """Milliseconds of a phase in each round but the first, which imports and warms up."""
+    """Milliseconds of a phase in each round except the first, which imports modules and warms up."""
     measured, pick = PICK.get(part, (part, max))
     turns = [turn for turn, row in enumerate(samples[0][: rounds * len(WAYS)]) if row["way"] == name]
     return [1e3 * pick([rank[turn][measured] for rank in samples]) for turn in turns[1:]]

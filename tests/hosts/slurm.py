@@ -1,9 +1,9 @@
 """A real Slurm on hosts of `namespaces`: slurmctld on host 0, and a slurmd on each.
 
-Debian has it in slurmctld, slurmd and slurm-client. There is no authentication (auth/none) and no accounting:
-it only has to start tasks here.
+Debian's packages are slurmctld, slurmd and slurm-client. There is no authentication (auth/none) and no
+accounting, because the tests only start tasks.
 
-python -m tests.hosts.slurm -N2 -n4 python train.py    as srun would, on two hosts
+python -m tests.hosts.slurm -N2 -n4 python train.py    passes its arguments to srun, on two hosts
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ PartitionName=all Nodes=node[0-{last}] Default=YES State=UP OverSubscribe=FORCE
 
 
 def why_no_slurm() -> str:
-    """The reason why this machine has no Slurm to try; empty: it has."""
+    """Return which programs of Slurm this machine lacks, or "" if it has all."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         return f"{', '.join(missing)} not installed (Debian: slurmctld, slurmd, slurm-client)"
     return ""
 
 
 class Slurm:
-    """A cluster of these hosts, from entering the block to its end.
+    """A context manager that runs a Slurm cluster on hosts.
 
     Args:
-        hosts: Where it runs; end them after it.
-        folder: For its configuration, state and logs.
-        cpus: Of each host, as Slurm counts them.
+        hosts: The hosts; end them after the cluster.
+        folder: The folder of its configuration, state and logs.
+        cpus: The number of CPUs that Slurm believes each host has.
     """
 
     def __init__(self, hosts: Hosts, folder: Path, cpus: int = 4) -> None:
@@ -101,7 +101,7 @@ class Slurm:
                 daemon.wait(10)  # otherwise the hosts kill it
 
     def srun(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start srun on host 0. Ranks on a host of few real cores may share them."""
+        """Start srun on host 0. Ranks may share cores (--overcommit)."""
         environment = self._environment | {"OMP_NUM_THREADS": "1"}
         return self._hosts.start(0, ["srun", "--overcommit", *arguments], environment, **options)
 

@@ -1,8 +1,8 @@
-"""Two hosts with contradicting settings: every rank is refused at once, with names of ranks and hosts.
+"""If the settings of two hosts contradict each other, every rank raises at once and names ranks and hosts.
 
-Before a framework forms its group both front ends do the same, through each framework's own membership store.
-So each test runs with both stores, and with each framework's variable for the address of rank 0; further
-cases of the same kind run with torch only.
+Before a framework forms its group, both front ends compare settings through the framework's own store. So
+each test runs with both stores, and with each framework's variable for the address of rank 0. Further cases of
+the same kind run with torch only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 ADDRESS = {"torch": "MASTER_ADDR", "paddle": "PADDLE_MASTER"}
-"""The variable that has the address of rank 0, as the framework knows it."""
-WITHIN_S = 150  # after 90 s the ranks would report that they gave up
+"""The variable of each framework that has the address of rank 0."""
+WITHIN_S = 150  # longer than the timeout of 90 s, whose error would then be in the output
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def hosts() -> Iterator[Hosts]:
 def start(
     hosts: Hosts, *variables: dict[str, str], framework: str, python: str | None = None
 ) -> list[subprocess.Popen[str]]:
-    """Start one rank on each host. `python` runs them; None: one that has imported the framework."""
+    """Start one rank on each host. `python` runs them; None: a process that has imported the framework."""
     program = [python or warm_python(framework), *PROGRAM[1:], framework]
     common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
     common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -49,7 +49,7 @@ def start(
 def outputs_of(
     hosts: Hosts, *variables: dict[str, str], framework: str = "torch", python: str | None = None
 ) -> list[str]:
-    """The outputs of ranks that were started like this; all of them must fail."""
+    """Start one rank on each host and return their outputs; all ranks must fail."""
     ranks = start(hosts, *variables, framework=framework, python=python)
     deadline = time.monotonic() + WITHIN_S
     outputs = [rank.communicate(timeout=max(1, deadline - time.monotonic()))[0] for rank in ranks]
@@ -146,7 +146,7 @@ def test_other_versions(hosts: Hosts, tmp_path: Path, framework: str) -> None:
 
 @FRAMEWORKS
 def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
-    """Both sides raise, long before their deadline."""
+    """Both ranks print which rank they wait for, long before their deadline."""
     hosts.cut(1)
     ranks = start(hosts, {}, {}, framework=framework)
     said = [said_by(rank, word) for rank, word in zip(ranks, ("has waited", "waits for"), strict=True)]
@@ -158,7 +158,7 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
 
 
 def said_by(rank: subprocess.Popen[str], word: str) -> str:
-    """The output of a rank, to the line with this word."""
+    """The output of a rank up to the line with this word."""
     said = ""
     while word not in said:
         line = rank.stdout.readline()

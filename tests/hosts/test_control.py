@@ -1,6 +1,6 @@
-"""The control channel over real links: a failure of one rank is known to all others, and how soon.
+"""The control channel over real links: all ranks detect the failure of one.
 
-The ranks import no framework; with one, the same is in `tests/multiprocess/test_hosts.py`, without a link.
+The ranks import no framework. `tests/multiprocess/test_hosts.py` tests the same with one, without real links.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def start(
     has_secret: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """Start ranks, and wait until all have come. With a secret, their messages are encrypted."""
+    """Start ranks, and wait until their channel has formed. With a secret, their messages are encrypted."""
     command = [sys.executable, "-m", "tests.hosts.listening", str(folder), what]
     variables = {"LAYOUT": ",".join(map(str, LAYOUT)), **(environment or {})}
     if has_secret:
@@ -61,7 +61,7 @@ def start(
 
 
 def noticed(rank: subprocess.Popen[str]) -> tuple[float, str]:
-    """The time at which a rank knew of a failure, and the error."""
+    """The time at which a rank detected a failure, and its error."""
     output, _ = rank.communicate(timeout=WITHIN_S)
     assert rank.returncode == 0 and output.startswith("noticed "), output
     at, _, error = output.removeprefix("noticed ").partition("\n")
@@ -81,8 +81,8 @@ def kill(rank: subprocess.Popen[str]) -> None:
 def is_of_a_death(error: str) -> bool:
     """True if it names a rank of the second host, all of whose ranks have ended.
 
-    A process that had unread data resets its connection at its end. If no rank of its host is left, the
-    network may have done that as well, and the error says so.
+    A process that ends with unread data resets its connection. If no rank of its host is left, the network
+    may have caused the reset as well, and the error says so.
     """
     died, reset = "Rank [23] of 4 on host node1 died", "ranks? [23](-3)? of 4 on host node1 was reset"
     return re.search(f"{died}|{reset}", error) is not None
@@ -125,7 +125,7 @@ def test_a_killed_host(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_cut_link(hosts: Hosts, tmp_path: Path) -> None:
-    """Both sides know."""
+    """The ranks of each host report that the other host cannot be reached."""
     ranks = start(hosts, tmp_path)
     at = time.monotonic()
     hosts.cut(1)
@@ -135,13 +135,13 @@ def test_a_cut_link(hosts: Hosts, tmp_path: Path) -> None:
     ):
         for rank in own:
             when, error = noticed(rank)
-            assert when - at > 1.5  # and not at a hiccup
+            assert when - at > 1.5  # a short interruption is no failure
             assert summary in error
 
 
 @pytest.mark.parametrize("fault", ["the hub is stopped", "cut from 0", "cut from 1", "cut"])
 def test_a_question_that_does_not_arrive_blames_no_process(hosts: Hosts, tmp_path: Path, fault: str) -> None:
-    """Asked before the allowed silence has passed: no rank knows yet whether the host is lost."""
+    """Ranks ask before the allowed silence has passed, when no rank knows whether the host is lost."""
     ranks = start(hosts, tmp_path, "ask", environment={SILENCE_VARIABLE: "600"})
     if fault == "cut":
         hosts.cut(1)
@@ -175,7 +175,7 @@ def test_a_question_that_does_not_arrive_blames_no_process(hosts: Hosts, tmp_pat
 
 
 def test_a_pause_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
-    """A pause of the hub and of another rank, for longer than a link may be silent: their kernels answer."""
+    """The hub and another rank are paused for longer than the allowed silence, but their kernels answer."""
     ranks = start(hosts, tmp_path)
     for rank in (ranks[0], ranks[3]):
         rank.send_signal(signal.SIGSTOP)
@@ -192,7 +192,7 @@ def test_a_pause_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others", ["another", "none"])
 def test_a_wrong_secret(hosts: Hosts, tmp_path: Path, others: str) -> None:
-    """Refused at once on both hosts, with a reason."""
+    """The ranks of both hosts raise at once, with the reason."""
     ranks = []
     for rank in (0, 1):
         secret = tmp_path / f"secret{rank}"
