@@ -1,8 +1,8 @@
 """If the settings of two hosts contradict each other, every rank raises at once and names ranks and hosts.
 
 Before a framework forms its group, both front ends compare settings through the framework's own store. So
-each test runs with both stores, and with each framework's variable for the address of rank 0. Further cases of
-the same kind run with torch only.
+each test runs with both stores, and with each framework's variable for the address of rank 0. Further cases
+of the same kind run with torch only.
 """
 
 from __future__ import annotations
