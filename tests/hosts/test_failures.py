@@ -1,13 +1,13 @@
-"""Two hosts, and a fault of one rank: all others know soon, with rank, host and reason.
+"""After a fault on one of two hosts, all other ranks raise soon, and name rank, host and reason.
 
-torch and Paddle share all code that notices and reports a fault. Each has its own connections, which have to
-be ended, or to survive a pause. So Paddle runs each fault once on the path through the memory of each host,
-where its connections are Paceline's. Over its process group alone all ranks raise as well, but a process in
-which a call of Paddle's is still open may abort at its very end (docs/design/hosts.md, what is not there
-yet). Reports from a rank without a shard do not depend on the framework.
+torch and Paddle share all code that detects and reports a fault. Each framework has its own connections,
+which must be closed, or must survive a pause. So Paddle runs each fault once, on the path through the memory
+of each host, where the connections are Paceline's. Over Paddle's process group alone all ranks raise as well,
+but a process in which a call of Paddle is still open may abort at exit (docs/design/hosts.md, what is not
+there yet). Reports from a rank without a shard do not depend on the framework.
 
-The ranks of most tests are forks of a process that has imported the framework, which skip the very end of a
-process. Tests that kill a whole host use real processes: the survivors end as a user's would.
+The ranks of most tests are forks of a process that has imported the framework, and skip the interpreter's
+shutdown. Tests that kill a whole host use real processes, so that the survivors end as a user's would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 TWO_AND_TWO = (0, 0, 1, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
-"""The host of each rank. In the second the guilty rank has no shard, and only the channel as a link."""
+"""The host of each rank. In the second, rank GUILTY has no shard, and only the control channel to others."""
 Layout = tuple[int, ...]
 WITHIN_S = 120
 PATHS = pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def start(
     python: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Rank]:
-    """Start ranks and wait until they train. `python` runs them; None: one with the framework imported."""
+    """Start ranks, and wait until they train. `python` runs them; None: one with the framework imported."""
     program = [python or warm_python(framework), "-m", "tests.hosts.failing", framework, what, path]
     ranks = []
     for process in hosts.start_ranks(program, layout, environment or {}, **OPTIONS):
@@ -102,7 +102,7 @@ def start(
 
 
 def noticed(rank: Rank) -> tuple[float, str]:
-    """The time at which a rank raised because of another, and its error."""
+    """The time at which a rank raised because of a failure elsewhere, and its error."""
     output = rank.output()
     assert rank.process.returncode == NOTICED, output
     before, _, after = output.partition("noticed ")
@@ -116,11 +116,11 @@ def guilty_at(rank: Rank) -> float:
 
 
 def assert_of_the_link(error: str, host: int) -> None:
-    """The error names a host and the link to it, and blames no process there.
+    """Check that the error names a host and the link to it, and blames no process there.
 
-    A rank may see for itself that no packet comes, or that its connection is reset by the other end, which
-    has seen the same. If another rank of its own host was quicker to give up and closes its connections, it
-    asks which ranks answer, and gets no reply. Each of these reports is true.
+    A rank may detect by itself that no packets arrive, or that the other end, which detected the same, reset
+    the connection. If another rank of its own host raised first and closed its connections, the rank asks
+    which ranks answer, and gets no reply. Each of these reports is true.
     """
     words = (
         f"on host node{host} cannot be reached any more",
@@ -182,7 +182,7 @@ def test_a_cut_link(hosts: Hosts, framework: str, path: str) -> None:
 
 @pytest.mark.parametrize("host, path", [(0, "auto"), (1, "auto"), (1, "group")])
 def test_an_interface_that_is_switched_off(hosts: Hosts, host: int, path: str) -> None:
-    """Its own host has no route to the other any more, which does not show that the other is alive."""
+    """An error of a host's own kernel, like "no route", does not show that the other host is alive."""
     ranks = start(hosts, "cut", path)
     at = time.monotonic()
     hosts.switch_off(host)
@@ -201,7 +201,7 @@ def test_an_interface_that_loses_its_address(hosts: Hosts, host: int, path: str)
     for rank, its_host in zip(ranks, TWO_AND_TWO):
         when, error = noticed(rank)
         assert when - at < AT_ONCE_S, error
-        # The ranks of rank 0's host use that address, too. The first silence that is noticed is reported.
+        # The ranks of rank 0's host use that address too. A rank reports the first silence that it detects.
         is_within = "on host node0 cannot reach each other over the network any more" in error
         if not (is_within and its_host == 0 == host):
             assert_of_the_link(error, 1 - its_host)
@@ -214,7 +214,7 @@ ONE_WAY = pytest.mark.parametrize("source", [0, 1])
 @pytest.mark.parametrize("path", ["auto", "group", "local_sgd"])
 @pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
 def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: str, layout: Layout) -> None:
-    """The end that receives nothing gives up, and the other end notices as soon."""
+    """The end that receives nothing raises, and the other end raises as soon."""
     ranks = start(hosts, "cut", path, layout)
     at = time.monotonic()
     hosts.cut_one_way(source, 1 - source)
@@ -226,7 +226,7 @@ def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: st
 
 @pytest.mark.parametrize("path", ["auto", "group"])
 def test_a_short_cut_is_survived(hosts: Hosts, path: str) -> None:
-    """A cut of 7 s, of which 12 are allowed: TCP by itself sends again after 6.2 s and after 12.6 s."""
+    """12 s of silence are allowed, and the cut takes 7 s. TCP alone resends after 6.2 s and after 12.6 s."""
     ranks = start(hosts, "pause", path, environment={SILENCE_VARIABLE: "12"})
     hosts.cut(1)
     time.sleep(7.0)
@@ -238,7 +238,7 @@ def test_a_short_cut_is_survived(hosts: Hosts, path: str) -> None:
 
 @pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
 def test_a_slow_link_with_a_deep_queue_is_no_lost_host(layout: Layout) -> None:
-    """The channel's messages wait for seconds behind the gradients, which show that the host is alive."""
+    """The channel's messages queue for seconds behind gradients, which show that the host is alive."""
     with Hosts(2, "1mbit") as hosts:
         for rank in start(hosts, "slow", "auto", layout):
             output = rank.output()
@@ -247,7 +247,7 @@ def test_a_slow_link_with_a_deep_queue_is_no_lost_host(layout: Layout) -> None:
 
 @LAYOUTS
 def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: Layout) -> None:
-    """A pause of 4 s: longer than a link may be silent, because the kernel of a stopped process answers."""
+    """A rank may pause for 4 s, longer than the allowed silence, because its kernel answers meanwhile."""
     ranks = start(hosts, "pause", path, layout, framework)
     for paused in (ranks[0], ranks[3]):
         paused.send_signal(signal.SIGSTOP)
@@ -260,7 +260,7 @@ def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: La
 
 @FRAMEWORKS
 def test_a_wrong_secret(hosts: Hosts, framework: str, tmp_path: Path) -> None:
-    """Refused at once, on both hosts, by wrapping the model: the framework's own call compares no secrets."""
+    """Wrapping the model raises at once on both hosts. The framework's own call compares no secrets."""
     ranks = []
     for rank, host in enumerate((0, 1)):
         secret = tmp_path / f"secret{rank}"

@@ -1,6 +1,6 @@
-"""Jobs that form while foreign processes connect to each of their listening sockets, in separate namespaces.
+"""Jobs form while foreign processes connect to each of their listening sockets, in separate namespaces.
 
-They form, with the same bits over the same paths as without a flood.
+Their results have the same bits, over the same paths, as without a flood.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def flooded_by(hosts: Hosts, users: Sequence[int]) -> Iterator[None]:
 
 
 def found(users: Sequence[int], command: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """The lines of all ranks, during a flood by these users."""
+    """Run a job during a flood by these users, and return the lines of its ranks."""
     with Hosts(1, "1gbit") as host, flooded_by(host, users):
         job = host.start(0, [sys.executable, "-m", *command], variables, **PIPES)
         output, _ = job.communicate(timeout=WITHIN_S)
@@ -56,5 +56,5 @@ def test_a_flood_changes_no_result_of_ranks_on_one_host() -> None:
 
 def test_the_control_channel_of_two_hosts_forms_in_a_flood(tmp_path: Path) -> None:
     with Hosts(2, "1gbit") as hosts, flooded_by(hosts, [ANOTHER, ANOTHER]):
-        for rank in test_control.start(hosts, tmp_path):  # all have come, and their messages are encrypted
+        for rank in test_control.start(hosts, tmp_path):  # waits until the channel has formed
             test_control.kill(rank)

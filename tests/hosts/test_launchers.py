@@ -1,4 +1,4 @@
-"""Two hosts of two ranks, started by real launchers: each rank knows its place, and the means are right."""
+"""Real launchers start ranks on two hosts: each rank finds its place, and averaged gradients are right."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ exit $status
 
 
 def test_a_job_that_slurm_preempts_is_requeued_and_resumes(hosts: Hosts, tmp_path: Path) -> None:
-    """The batch script is that of docs/preemption.md; the signal comes now, and not before a time limit."""
+    """The batch script is that of docs/preemption.md, but scancel sends the signal, not a time limit."""
     if reason := why_no_slurm():
         pytest.skip(reason)
     undisturbed = preempted.launch(tmp_path / "undisturbed", "torch", "paceline", None)
@@ -111,7 +111,7 @@ def test_a_job_that_slurm_preempts_is_requeued_and_resumes(hosts: Hosts, tmp_pat
         assert wait_for("over") == undisturbed.reported("over")
         until = time.monotonic() + WITHIN_S
         while slurm.run(["squeue", "--noheader"]).strip() and time.monotonic() < until:
-            time.sleep(0.2)  # srun outlives a Slurm that is shut down
+            time.sleep(0.2)  # srun would outlive the daemons
     assert job().reported("resumed") == dict.fromkeys(range(preempted.RANKS), stopped[0][:1])
 
 
@@ -124,14 +124,13 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
     if kind == MPICH:
         arguments += ["-launcher", "ssh", "-launcher-exec", shell, "-hosts", "node0:2,node1:2"]
     else:
-        # It passes no other variable to the second host.
+        # Open MPI passes no other variables of the user to the second host.
         arguments += ["-x", "PACELINE_SECRET_FILE", "-x", "OMP_NUM_THREADS"]
         arguments += ["--mca", "plm_rsh_agent", shell, "--host", "node0:2,node1:2"]
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     variables = {"OMP_NUM_THREADS": "1", "PACELINE_SECRET_FILE": str(secret)}
-    # The option that places ranks comes last: the program follows it.
     check(hosts.start(0, [starter, *arguments, *PROGRAM], variables, **OPTIONS))
 
 
@@ -140,7 +139,7 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
 def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
     """Kubeflow sets four variables, and does not declare which ranks share a host.
 
-    The pod of rank 0 gets its own name as the address, or in many releases localhost.
+    In the pod of rank 0, MASTER_ADDR is its own name or, in many releases, localhost.
     """
     common = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "OMP_NUM_THREADS": "1"}
     common["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
@@ -157,7 +156,7 @@ def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
 
 
 def test_four_variables_by_hand(hosts: Hosts) -> None:
-    """The ranks find which of them share a host by its name, although no variable declares it."""
+    """No variable declares which ranks share a host: the ranks find it by the host's name."""
     ranks = []
     for rank, host in enumerate(HOST_OF["in turn"]):
         variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29501"}
@@ -170,7 +169,7 @@ def test_four_variables_by_hand(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("how", ["torchrun, c10d", "torchrun, static", "Paddle's launch"])
-def test_what_the_frameworks_start_on_two_hosts(hosts: Hosts, how: str, tmp_path: Path) -> None:
+def test_the_frameworks_own_launchers(hosts: Hosts, how: str, tmp_path: Path) -> None:
     launch, framework = ["-m", "torch.distributed.run"], "torch"
     launch += ["--nnodes", "2", "--nproc-per-node", "2"]
     own: list[list[str]] = [[], []]
@@ -228,7 +227,7 @@ def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts
 
 
 def test_ranks_end_with_an_agent_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
-    """Without this, they would train on, on all hosts, unnoticed."""
+    """Otherwise the ranks would train on, on all hosts, without a launcher that watches them."""
     (tmp_path / "script.py").write_text(
         "import os, pathlib, time\n"
         "path = pathlib.Path(__file__).with_name('pid' + os.environ['RANK'])\n"
@@ -252,7 +251,7 @@ def test_ranks_end_with_an_agent_that_is_killed(hosts: Hosts, tmp_path: Path) ->
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
+def test_paceline_run_names_the_address_where_it_finds_no_host(hosts: Hosts) -> None:
     launcher = run_on(hosts, 1, "--rdzv", "node0:29412", "--rdzv-timeout-s", "1")
     output, _ = launcher.communicate(timeout=WITHIN_S)
     assert launcher.returncode == 2, output
@@ -260,8 +259,8 @@ def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
     assert f"node0 stands for {hosts.address(0)} here, reached from {hosts.address(1)} (eth0)" in output
 
 
-def test_paceline_run_says_for_whom_the_first_host_waits(hosts: Hosts) -> None:
-    """torch's agent waits there silently until it gives up."""
+def test_paceline_run_names_the_hosts_that_the_first_host_waits_for(hosts: Hosts) -> None:
+    """torch's agent itself waits without a message until its timeout."""
     launcher = run_on(hosts, 0, "--rdzv", "node0:29414", "--rdzv-timeout-s", "12")
     output, _ = launcher.communicate(timeout=WITHIN_S)
     assert launcher.returncode not in (0, 2), output
@@ -274,7 +273,7 @@ def test_paceline_run_says_for_whom_the_first_host_waits(hosts: Hosts) -> None:
     assert "--nnodes 2 and --rdzv node0:29414 on each host" in output
 
 
-def test_paceline_run_says_nothing_of_other_hosts_where_ranks_fail_at_once(
+def test_paceline_run_does_not_report_missing_hosts_if_ranks_fail_at_once(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit(3)\n")
@@ -287,7 +286,7 @@ def test_paceline_run_says_nothing_of_other_hosts_where_ranks_fail_at_once(
         assert "started no rank" not in output, output
 
 
-def test_paceline_run_refuses_a_name_that_stands_for_nothing(hosts: Hosts) -> None:
+def test_paceline_run_refuses_a_name_that_cannot_be_resolved(hosts: Hosts) -> None:
     launcher = run_on(hosts, 1, "--rdzv", "node7:29412")
     output, _ = launcher.communicate(timeout=WITHIN_S)
     assert launcher.returncode == 2, output

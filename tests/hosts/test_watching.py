@@ -1,4 +1,4 @@
-"""Two hosts of two ranks under `paceline run --nnodes`: rank 0's host shows all four."""
+"""Two hosts of two ranks under `paceline run --nnodes`: the host of rank 0 shows all four ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Job:
-    """The job, with a page on each host, and the output of its launchers so far."""
+    """A job with a dashboard on each host, whose launchers write their output to files."""
 
     def __init__(self, hosts: Hosts, folder: Path, slow_rank: int) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Job:
         return "".join(output.read_text() for output in self.outputs)
 
     def look(self, host: int) -> dict[str, Any]:
-        """The result of `paceline top --json` there; empty, if it knows of no rank yet."""
+        """The result of `paceline top --json` on a host; no ranks, if there are none yet."""
         done = self.run(host, "top", "--json")
         found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"ranks": []}
         return found
@@ -105,17 +105,17 @@ def host_of_rank_0(job: Job) -> int:
 
 
 def is_slow(found: dict[str, Any], rank: int) -> bool:
-    """True if a rank is named as slow, and all others are seen to wait for it."""
+    """True if this rank is reported as slow, and all others as waiting for it."""
     others = [each for each in found["ranks"] if each["rank"] != rank]
     waits = [each["waits_for"] == rank and each["waiting"] > 0.3 for each in others]
     return found.get("slow_rank") == rank and all(waits)
 
 
-def test_all_hosts_are_seen_where_rank_0_is(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_host_of_rank_0_shows_the_ranks_of_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, slow_rank=3)
     first = host_of_rank_0(job)
     names = [f"node{first}"] * 2 + [f"node{1 - first}"] * 2
-    # The first seconds belong to the start; after that the awaited rank is clear.
+    # In the first seconds, the start hides which rank the others wait for.
     now = until(lambda: is_slow(found := job.look(first), 3) and found, job.said)
     assert [each["host"] for each in now["ranks"]] == names
     assert [each["is_far"] for each in now["ranks"]] == [False, False, True, True]
@@ -131,23 +131,23 @@ def test_all_hosts_are_seen_where_rank_0_is(hosts: Hosts, tmp_path: Path) -> Non
     asking = hosts.start(first, [sys.executable, "-c", ask], {}, stdout=subprocess.PIPE, text=True)
     metrics = asking.communicate(timeout=WITHIN_S)[0]
     assert re.search(rf'paceline_up{{job_id="\w+",rank="3",host="node{1 - first}"}} 1', metrics), metrics
-    until(lambda: job.look(first)["step"] > 200, job.said)  # the others have lost a second
+    until(lambda: job.look(first)["step"] > 200, job.said)  # the others waited over a second
     (tmp_path / "stop").touch()
     assert job.wait() == [0, 0], job.said()
     output = job.outputs[first].read_text()
     sentence = rf"the others waited for rank 3 of 4 \(host node{1 - first}\) in \d+ % of \d+ steps"
     assert re.search(sentence, output), output
     assert "the others waited for" not in job.outputs[1 - first].read_text()
-    assert [list(folder.rglob("rank*")) for folder in job.temporary] == [[], []]  # nothing is left
+    assert [list(folder.rglob("rank*")) for folder in job.temporary] == [[], []]  # all recordings are removed
 
 
-def test_a_rank_of_another_host_that_is_killed_is_seen(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_killed_rank_of_another_host_is_shown_as_lost(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, slow_rank=-1)
     first = host_of_rank_0(job)
     (tmp_path / "die-3").touch()
     assert all(job.wait())
     assert "PeerLostError" in job.said()
-    done = job.run(first, "trace")  # lists the job: it has failed, and its last backwards are there
+    done = job.run(first, "trace")  # lists the failed job, whose last backwards are kept
     assert done.returncode == 0 and "watched" in done.stdout, done
     (folder,) = (job.temporary[first] / "paceline-0").iterdir()
     states = {each.recording.header.rank: each.state for each in far_ranks(folder)}

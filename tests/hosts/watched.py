@@ -1,6 +1,6 @@
-"""A script that is watched while it trains over several hosts: one rank sleeps in each step.
+"""A script that trains over several hosts while a test watches it: rank SLOW_RANK is slow in each step.
 
-`watched.py FOLDER SLOW_RANK`: trains until there is a file FOLDER/stop, which all ranks see in the same step.
+`watched.py FOLDER SLOW_RANK`: trains until there is a file FOLDER/stop; all ranks stop in the same step.
 A rank kills itself if there is a file FOLDER/die-RANK.
 """
 
