@@ -8,7 +8,7 @@ import time
 
 
 class Obedient:
-    """Does as it is told, the bad things on rank `bad`."""
+    """Answers requests, and fails on request on rank `bad`."""
 
     def __init__(self, rank: int, world_size: int, bad: int = -1) -> None:
         self._is_bad = rank == bad

@@ -22,7 +22,7 @@ def batch(rows: int = 8, seed: int = 7) -> np.ndarray:
 
 
 def gradients(parameters: Sequence[np.ndarray], x: np.ndarray) -> Arrays:
-    """Of the mean of the squared outputs of tanh(x w + b) v + c."""
+    """The gradients of the mean squared output of tanh(x w + b) v + c, in float64."""
     w, b, v, c = (array.astype(np.float64) for array in parameters)
     hidden = np.tanh(x @ w + b)
     output = hidden @ v + c

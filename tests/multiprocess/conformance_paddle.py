@@ -1,4 +1,4 @@
-"""What the conformance tests do, said in Paddle."""
+"""The Paddle adapter of the conformance tests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.multiprocess.paddle_models import drop_grad
 
 STATISTIC = "*._mean"
 DTYPES = ("bfloat16", "float64")  # Paddle has no kernels for float16 on the CPU
-MEANS = ("float32", *DTYPES)  # of which an engine can bring the mean
-SPARSE = ("float32",)  # of a sparse table
+MEANS = ("float32", *DTYPES)  # that a process group can average
+SPARSE = ("float32",)  # of sparse tables
 CLEARS = (
     nn.Layer.clear_gradients,
     lambda model: model.clear_gradients(set_to_zero=False),
@@ -27,7 +27,7 @@ CLEARS = (
 
 
 class Branches(nn.Layer):
-    """Which of its two layers is used is for the caller to say; "both": their sum."""
+    """Uses the layer that the caller names; "both" adds the outputs of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Trapped(paddle.autograd.PyLayer):
 
 
 class Trap(nn.Layer):
-    """Its backward raises once it is set, in Paddle's words an OSError."""
+    """Its backward raises while it is set; Paddle turns the RuntimeError into an OSError."""
 
     is_set = False
 
@@ -66,7 +66,7 @@ class Trap(nn.Layer):
 
 
 class Factors(nn.Layer):
-    """Factors of what it is called with, a number or one for each column; all 1 at first."""
+    """Returns sum(weight * x), where x is a number or one per column; the weight is 1 at first."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def network(width: int = WIDTH) -> nn.Layer:
 
 
 def trapped() -> nn.Layer:
-    """The same with traps: model[0] springs after all gradients, model[3] after those of the second layer."""
+    """The same network with traps: model[0] springs after all gradients, model[3] after those of layer 2."""
     first, tanh, second = network()
     return nn.Sequential(Trap(), first, tanh, Trap(), second)
 
@@ -98,13 +98,13 @@ def normalised() -> nn.Layer:
 
 
 def with_one_encoder() -> tuple[nn.Layer, nn.Layer]:
-    """Two models that have their first layer in common; each call makes the same values."""
+    """Two models that share their first layer; each call makes the same values."""
     encoder, heads = network(), [network()[2] for _ in range(2)]
     return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
 
 
 class Packed(nn.Layer):
-    """The same network, whose output is in a dict, a dataclass, lists of lists, or an object of nobody's."""
+    """The same network with its output in a dict, a dataclass, nested lists, or an opaque object."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -115,13 +115,13 @@ class Packed(nn.Layer):
 
 
 def recomputed(wrapped: Any, x: np.ndarray, *, reentrant: bool) -> paddle.Tensor:
-    """The loss of a forward that backward makes again."""
+    """The loss of a forward that backward recomputes (activation checkpointing)."""
     given = paddle.to_tensor(x, stop_gradient=False)
     return recompute(wrapped, given, use_reentrant=reentrant).square().mean()
 
 
 def slope(wrapped: Any, x: np.ndarray) -> paddle.Tensor:
-    """A penalty of gradients of the input, which does not depend on the output itself."""
+    """A penalty on the gradients of the input; it does not depend on the output itself."""
     given = paddle.to_tensor(x, stop_gradient=False)
     (found,) = paddle.grad([wrapped(given).sum()], [given], create_graph=True)
     return (found.square().sum(1) - 1).square().mean()
@@ -177,7 +177,7 @@ def bits(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def table(count: int, width: int, dtype: str) -> nn.Layer:
-    """An embedding whose gradient has the rows that were looked up."""
+    """An embedding with a sparse gradient, which has the rows that were looked up."""
     assert dtype == paddle.get_default_dtype()
     return nn.Embedding(count, width, sparse=True)
 
@@ -187,23 +187,23 @@ def rows(gradient: paddle.Tensor) -> paddle.Tensor:
 
 
 def layers(count: int, width: int) -> nn.Layer:
-    """Linear layers one after the other, each with a square matrix and no bias.
+    """A sequence of linear layers, each with a square matrix and no bias.
 
-    The same values in each run: a check of a few bits overlooks one difference in some thousands.
+    It is seeded, because a check that compares a few bits misses one difference in some thousands.
     """
     paddle.seed(0)
     return nn.Sequential(*(nn.Linear(width, width, bias_attr=False) for _ in range(count)))
 
 
 def nudge(parameter: paddle.Tensor) -> None:
-    """Write another value to its last element, a millionth away."""
+    """Add a millionth to the last element."""
     value = parameter.numpy()
     value.flat[-1] += 1e-6
     parameter.set_value(value)
 
 
 def mean_hook(state: object, bucket: Any) -> Any:
-    """What happens without a hook."""
+    """Average the bucket, as the wrapper does without a hook."""
     return bucket.all_reduce(bucket.buffer()).then(lambda total: total.value() / bucket.world_size)
 
 
@@ -212,7 +212,7 @@ def another_hook(state: object, bucket: Any) -> Any:
 
 
 class ready:
-    """What a hook may return: a future that has this value."""
+    """A future that already has this value, as a hook may return it."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -243,7 +243,7 @@ def step(model: nn.Layer, lr: float = 0.1) -> None:
 
 
 class Refusing(paddle.optimizer.Momentum):
-    """Raises ValueError in its step, before it writes anything or after it has written; None: it does not."""
+    """Raises ValueError in its step, "before" it writes anything or "after" it has written; None: never."""
 
     refuses: str | None = None
 
@@ -256,5 +256,5 @@ class Refusing(paddle.optimizer.Momentum):
 
 
 def sharded(model: nn.Layer, lr: float, momentum: float, **options: Any) -> ShardedOptimizer:
-    """A sharded `Refusing`."""
+    """A ShardedOptimizer over `Refusing`."""
     return ShardedOptimizer(model.parameters(), Refusing, learning_rate=lr, momentum=momentum, **options)

@@ -1,4 +1,4 @@
-"""What the conformance tests do, in Paddle, with gradients that go through paddle.distributed."""
+"""The Paddle adapter of the conformance tests, with gradients reduced through paddle.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conformance tests do, said in torch."""
+"""The torch adapter of the conformance tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.multiprocess.packed_outputs import pack
 
 STATISTIC = "*.running_mean"
 DTYPES = ("float16", "bfloat16", "float64")
-MEANS = ("float32", *DTYPES, "complex64", "complex128")  # of which an engine can bring the mean
-SPARSE = ("float32", "bfloat16")  # of a sparse table
+MEANS = ("float32", *DTYPES, "complex64", "complex128")  # that a process group can average
+SPARSE = ("float32", "bfloat16")  # of sparse tables
 CLEARS = (nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False))
 
 
 class Branches(nn.Module):
-    """Which of its two layers is used is for the caller to say; "both": their sum."""
+    """Uses the layer that the caller names; "both" adds the outputs of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Trapped(torch.autograd.Function):
 
 
 class Trap(nn.Module):
-    """Its backward raises OSError once it is set."""
+    """Its backward raises OSError while it is set."""
 
     is_set = False
 
@@ -60,7 +60,7 @@ class Trap(nn.Module):
 
 
 class Factors(nn.Module):
-    """Factors of what it is called with, a number or one for each column; all 1 at first."""
+    """Returns sum(weight * x), where x is a number or one per column; the weight is 1 at first."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def network(width: int = WIDTH) -> nn.Module:
 
 
 def trapped() -> nn.Module:
-    """The same with traps: model[0] springs after all gradients, model[3] after those of the second layer."""
+    """The same network with traps: model[0] springs after all gradients, model[3] after those of layer 2."""
     first, tanh, second = network()
     return nn.Sequential(Trap(), first, tanh, Trap(), second)
 
@@ -93,13 +93,13 @@ def normalised() -> nn.Module:
 
 
 def with_one_encoder() -> tuple[nn.Module, nn.Module]:
-    """Two models that have their first layer in common; each call makes the same values."""
+    """Two models that share their first layer; each call makes the same values."""
     encoder, heads = network(), [network()[2] for _ in range(2)]
     return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
 
 
 class Packed(nn.Module):
-    """The same network, whose output is in a dict, a dataclass, lists of lists, or an object of nobody's."""
+    """The same network with its output in a dict, a dataclass, nested lists, or an opaque object."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -110,13 +110,13 @@ class Packed(nn.Module):
 
 
 def recomputed(wrapped: Any, x: np.ndarray, *, reentrant: bool) -> torch.Tensor:
-    """The loss of a forward that backward makes again."""
+    """The loss of a forward that backward recomputes (activation checkpointing)."""
     output = checkpoint(wrapped, tensor(x).requires_grad_(), use_reentrant=reentrant)
     return output.square().mean()
 
 
 def slope(wrapped: Any, x: np.ndarray) -> torch.Tensor:
-    """A penalty of gradients of the input, which does not depend on the output itself."""
+    """A penalty on the gradients of the input; it does not depend on the output itself."""
     given = tensor(x).requires_grad_()
     (found,) = torch.autograd.grad(wrapped(given).sum(), given, create_graph=True)
     return (found.square().sum(1) - 1).square().mean()
@@ -148,7 +148,7 @@ def backward(*losses: torch.Tensor) -> None:
 
 
 def gradients(model: nn.Module) -> list[np.ndarray | None]:
-    """As numpy's reference has them: weights are (in, out)."""
+    """Gradients in the layout of the numpy reference: weights are (in, out)."""
     return [None if p.grad is None else p.grad.numpy().T.copy() for p in model.parameters()]
 
 
@@ -157,7 +157,7 @@ def parameters(model: nn.Module) -> list[np.ndarray]:
 
 
 def as_float64(tensor: torch.Tensor) -> np.ndarray:
-    """Of complex numbers the real part."""
+    """Complex numbers give their real part."""
     return tensor.detach().to(torch.complex128).real.numpy()
 
 
@@ -174,7 +174,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def table(count: int, width: int, dtype: str) -> nn.Module:
-    """An embedding whose gradient has the rows that were looked up."""
+    """An embedding with a sparse gradient, which has the rows that were looked up."""
     return nn.Embedding(count, width, sparse=True, dtype=getattr(torch, dtype))
 
 
@@ -183,22 +183,22 @@ def rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def layers(count: int, width: int) -> nn.Module:
-    """Linear layers one after the other, each with a square matrix and no bias.
+    """A sequence of linear layers, each with a square matrix and no bias.
 
-    The same values in each run: a check of a few bits overlooks one difference in some thousands.
+    It is seeded, because a check that compares a few bits misses one difference in some thousands.
     """
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
 
 def nudge(parameter: nn.Parameter) -> None:
-    """Write another value to its last element, a millionth away."""
+    """Add a millionth to the last element."""
     with torch.no_grad():
         parameter.view(-1)[-1] += 1e-6
 
 
 def mean_hook(state: object, bucket: Any) -> Any:
-    """What happens without a hook."""
+    """Average the bucket, as the wrapper does without a hook."""
     return allreduce_hook(None, bucket)
 
 
@@ -207,7 +207,7 @@ def another_hook(state: object, bucket: Any) -> Any:
 
 
 def ready(value: object) -> torch.futures.Future[Any]:
-    """What a hook returns: a future that has this value."""
+    """A future that already has this value, as a hook returns it."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
@@ -236,7 +236,7 @@ def step(model: nn.Module, lr: float = 0.1) -> None:
 
 
 class Refusing(torch.optim.SGD):
-    """Raises ValueError in its step, before it writes anything or after it has written; None: it does not."""
+    """Raises ValueError in its step, "before" it writes anything or "after" it has written; None: never."""
 
     refuses: str | None = None
 
@@ -249,5 +249,5 @@ class Refusing(torch.optim.SGD):
 
 
 def sharded(model: nn.Module, lr: float, momentum: float, **options: Any) -> ShardedOptimizer:
-    """A sharded `Refusing`."""
+    """A ShardedOptimizer over `Refusing`."""
     return ShardedOptimizer(model.parameters(), Refusing, lr=lr, momentum=momentum, **options)

@@ -1,4 +1,4 @@
-"""What the conformance tests do, in torch, with gradients that go through torch.distributed."""
+"""The torch adapter of the conformance tests, with gradients reduced through torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.multiprocess.conformance_torch import *  # noqa: F403
 
 
 def join(rank: int, world_size: int) -> None:
-    """Join torch.distributed, unless that has been done."""
+    """Initialise torch.distributed, unless an earlier call has."""
     if not dist.is_initialized():
         store = dist.FileStore(f"{os.environ['TMPDIR']}/store", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

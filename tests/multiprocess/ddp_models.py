@@ -26,7 +26,7 @@ class Mixed(nn.Module):
 
 
 class Branches(nn.Module):
-    """Which of its two layers is used is for the caller to say; the third never is."""
+    """Uses the layer that the caller names; the third layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Branches(nn.Module):
 
 
 class Blocked(torch.autograd.Function):
-    """Its backward has no gradient."""
+    """Its backward returns no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def train(model: nn.Module, x: torch.Tensor, steps: int = 3, *, set_to_none: bool = True) -> None:
     """A few steps of plain SGD on the mean of the squared outputs.
 
-    By hand, because the first optimizer of a process makes torch import its compiler, for seconds.
+    Without a torch optimizer: the first one of a process makes torch import its compiler, for seconds.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     for step in range(steps):

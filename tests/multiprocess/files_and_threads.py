@@ -1,4 +1,4 @@
-"""What a rank still holds of groups and models that are gone: open files and threads."""
+"""Counts open files and threads, to check that groups and models leave none behind."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tests.multiprocess.other_ranks import until
 
 
 def files_and_threads() -> tuple[int, int]:
-    """How many files this process has open, and how many threads it has."""
+    """The numbers of open files and of threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def until_no_more_than(before: tuple[int, int], *, collecting: bool = False) -> None:
     """Wait until this process has no more open files and threads than it had before.
 
-    It has to wait, because the kernel lists a thread for a moment after Python's `join`, or `pthread_join`,
-    has returned.
+    It polls, because the kernel still lists a thread for a moment after Python's `join` or `pthread_join` has
+    returned.
 
     Args:
         before: What `files_and_threads` returned.
-        collecting: Collect garbage each time, because one thread ends after the other, and only with each
-            goes what it has held.
+        collecting: Collect garbage at each poll. Threads end one after another, and the objects that a
+            thread holds become garbage only when it ends.
     """
 
     def is_so() -> bool:
@@ -39,7 +39,7 @@ def until_no_more_than(before: tuple[int, int], *, collecting: bool = False) -> 
 
 
 def _names() -> tuple[list[str], list[str]]:
-    """Of the files and of the threads that there are now."""
+    """The names of the open files and of the threads."""
     files, threads = Path("/proc/self/fd"), Path("/proc/self/task")
     return (
         [str(each.readlink()) for each in files.iterdir() if each.is_symlink()],

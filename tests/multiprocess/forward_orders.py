@@ -1,9 +1,9 @@
-"""Forwards in and out of no_sync(), whose backwards come in another order; what gradients they leave.
+"""Orders of forwards and backwards in and out of no_sync(), and the gradients that they must leave.
 
-An order is words: F a forward, L one in no_sync(), f and l their backwards, (fl) one backward of both, and
-!f a backward in no_sync(). Ranks may make different orders, of which each is letters: F and f as above, E a
-forward that raises, which the script catches, and * one backward of all others since the last. The same for
-every framework.
+An order is a string of words: F is a forward, L is a forward in no_sync(), f and l are their backwards, (fl)
+is one backward of both, and !f is a backward in no_sync(). Where each rank has an order of its own, it is a
+string of letters: F and f as above, E is a forward that raises and whose error the script catches, and * is
+one backward of all successful forwards since the last backward. Every framework runs the same orders.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ EPISODES = [
     ("FFF*", "F*"), ("F*FF*", "FFF*F*"), ("F*F*", "FFFFFFFF*FF*"), ("EF*", "FFf"), ("FEF*F*", "EFF*FF*"),
     ("FF*", "FFf"), ("FFf", "FF*"),
 ]  # fmt: skip
-"""What ranks 0 and 1 do, and both train on."""
+"""Orders of ranks 0 and 1 with which both ranks train on."""
 
 SKIPS = [("FFf", "Ff"), ("Ff", "FFFf"), ("FFFf", "FF*"), ("EF*", "F*")]
-"""The same, and both are told at the first backward. After E a rank may have gone on to its next batch."""
+"""Orders of ranks 0 and 1 with which both ranks get an error at the first backward.
+
+After E a rank may have gone on to its next batch.
+"""
 
 
 def value_of(number: int, rank: int) -> float:
-    """The gradient that the forward of this number leaves on a rank."""
+    """The gradient that forward `number` leaves on `rank`."""
     return float((number + 1) * (rank + 2) ** 2)
 
 
@@ -42,7 +45,7 @@ def run(
     backward: Callable[[Sequence[Any]], None],
     no_sync: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Make the forwards and backwards; a letter stands for the last forward of its kind."""
+    """Run the forwards and backwards; f and l stand for the last forward of their kind."""
     last: dict[str, Any] = {}
     number = 0
     for word in re.findall(r"!?\(\w+\)|!?\w", order):
@@ -64,7 +67,10 @@ def run(
 
 
 def expected(order: str, world_size: int) -> np.ndarray[Any, Any]:
-    """Of each rank, the gradient after it. A backward averages all if neither it nor its forward is local."""
+    """The gradient of each rank after `order`.
+
+    A backward averages all that has accumulated, unless it or each of its forwards is in no_sync().
+    """
     found = np.zeros(world_size)
     last: dict[str, int] = {}
     number = 0
@@ -88,7 +94,7 @@ def run_alone(
     backward: Callable[[Sequence[Any]], None],
     fail: Callable[[float], None],
 ) -> None:
-    """Make one rank's forwards and backwards; `fail` makes a forward that raises, and catches that."""
+    """Run one rank's forwards and backwards; `fail` runs a forward that raises, and catches its error."""
     outputs: list[Any] = []
     for number, letter in enumerate(order):
         if letter == "F":
@@ -101,7 +107,7 @@ def run_alone(
 
 
 def expected_of(orders: Sequence[str]) -> float:
-    """The gradient after it, the same on all ranks: the sum of the means of their backwards."""
+    """The gradient after `orders`, the same on all ranks: the sum of the means of their backwards."""
     sums: list[list[float]] = []
     for rank, order in enumerate(orders):
         sums.append([])

@@ -1,7 +1,7 @@
-"""Inputs that every rank can compute for all ranks, numpy's answers to them, and places to put them.
+"""Inputs that every rank can compute for all ranks, their results in numpy, and memory to put them in.
 
-All values are small and exact in every type, so that an answer does not depend on the order of a sum; the
-kernels' rounding is tested in tests/unit/test_kernels.py.
+All values are small and exact in every dtype, so a result does not depend on the order of a sum.
+tests/unit/test_kernels.py tests the kernels' rounding.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ Array = np.ndarray[Any, Any]
 FLOATS = ("float32", "float64", "float16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
-# The core's limits (cpp/core/control.h): one synchronisation up to SMALL, pieces of PIECE bytes beyond it.
+# The core's limits (cpp/core/control.h): inputs of up to SMALL_BYTES are staged at once, larger ones in
+# pieces of PIECE_BYTES.
 SMALL_BYTES = 16 * 1024
 PIECE_BYTES = 256 * 1024
 PLACEMENTS = ("plain", "region", "shifted", "mixed")
 
 
 def edge_counts(dtype: str, blocks: int = 1) -> list[int]:
-    """Numbers of elements around the limits; `blocks`: into how many parts the core cuts a piece.
+    """Numbers of elements around the limits; `blocks`: into how many blocks the core cuts a piece.
 
-    All edges for two types; the paths are the same for the others, so that fewer do.
+    Two dtypes get all edges. The code paths of the others are the same, so fewer counts suffice.
     """
     size = np.dtype(dtype).itemsize
     small, piece = SMALL_BYTES // blocks // size, PIECE_BYTES // blocks // size
@@ -40,7 +41,7 @@ def values_of(rank: int, count: int, dtype: str) -> Array:
 
 
 def reduced(inputs: list[Array], op: str) -> Array:
-    """numpy's answer."""
+    """The result in numpy."""
     stacked = np.stack(inputs)
     if stacked.dtype == np.bool_:
         both, either = np.logical_and.reduce(stacked), np.logical_or.reduce(stacked)
@@ -48,7 +49,7 @@ def reduced(inputs: list[Array], op: str) -> Array:
     if op == "mean":
         return (stacked.sum(0, dtype=np.float64) / len(inputs)).astype(stacked.dtype)
     with np.errstate(over="ignore"):
-        if op == "product":  # of the values as the type holds them; float16 overflows to infinity
+        if op == "product":  # in the dtype itself; float16 overflows to infinity
             return np.multiply.reduce(stacked, 0, dtype=stacked.dtype)
         return {"sum": np.add, "min": np.minimum, "max": np.maximum}[op].reduce(
             stacked, 0, dtype=stacked.dtype
@@ -60,11 +61,11 @@ def ops_of(dtype: str) -> tuple[str, ...]:
 
 
 class Places:
-    """Puts arrays into the region at the same offset on all ranks, at different ones, or on one rank only.
+    """Puts arrays into shared memory: at equal or different offsets, or on rank 0 only.
 
     Args:
-        group: Allocates once; the arrays are views.
-        nbytes: The largest array.
+        group: Its shared memory is allocated once; the arrays are views of it.
+        nbytes: Size of the largest array.
     """
 
     def __init__(self, group: Any, nbytes: int) -> None:

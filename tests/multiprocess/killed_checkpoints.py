@@ -1,7 +1,7 @@
-"""A process that saves all the time, killed with its writer at random moments: what is newest stays whole.
+"""Kills a process that saves checkpoints all the time, and its writer: the newest checkpoint stays whole.
 
-The files have a format of numpy's, so that a writer starts at once: what is tested is the order of their
-names, and not what is in them. For more kills, or torch's format:
+The files have numpy's format, so that a writer starts at once: the test is about the order in which files
+appear under their names, and not about their format. For more kills, or torch's format:
 
     python -m tests.multiprocess.killed_checkpoints FOLDER KILLS SEED [torch|paddle]
 """
@@ -91,14 +91,14 @@ CHECKPOINT_OPS = NumpyCheckpointOps()
 
 
 def _ops_of(framework: str) -> CheckpointOps:
-    # By this module's name, and not as __main__: a writer imports it by the name of the class's module.
+    # Imported by this module's name, and not as __main__: the writer imports the class's module by its name.
     module = __spec__.name if framework == "numpy" else f"paceline.{framework}.checkpoint"
     ops: CheckpointOps = import_module(module).CHECKPOINT_OPS
     return ops
 
 
 def train(folder: Path, framework: str) -> None:
-    """Save states that tell their step, until this process is killed."""
+    """Save states that hold their step number, until this process is killed."""
     ops = _ops_of(framework)
     steps = max(list_checkpoints(folder).whole, default=0)
     writer = WriterProcess(ops, folder, 2)
@@ -113,7 +113,7 @@ def train(folder: Path, framework: str) -> None:
 
 
 def check(folder: Path, framework: str) -> int:
-    """The newest has the contents that its manifest tells, of its own step; its steps."""
+    """Check that the newest checkpoint matches its manifest and holds its own step; returns that step."""
     ops = _ops_of(framework)
     listing = list_checkpoints(folder)
     newest = max(listing.whole)
@@ -125,14 +125,14 @@ def check(folder: Path, framework: str) -> int:
 
 
 def kill(folder: Path, kills: int, seed: int, framework: str = "numpy") -> None:
-    """Start such a process again and again, and kill all of it."""
+    """Start a process that saves, kill it and its writer, and check the folder: `kills` times."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     newest = 0
     for number in range(kills):
-        pid, told = _start_training(folder, framework)
+        pid, output = _start_training(folder, framework)
         try:
-            assert os.read(told, 100), "it has ended by itself"  # it writes, from here on
+            assert os.read(output, 100), "it has ended by itself"  # from here on it is saving
             moment = time.monotonic() + draw.uniform(0.0, 0.1)
             writers = _children(pid)
             while time.monotonic() < moment:
@@ -142,7 +142,7 @@ def kill(folder: Path, kills: int, seed: int, framework: str = "numpy") -> None:
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            os.close(told)
+            os.close(output)
         for each in writers:
             _until_gone(each)
         found = check(folder, framework)
@@ -151,8 +151,8 @@ def kill(folder: Path, kills: int, seed: int, framework: str = "numpy") -> None:
 
 
 def _start_training(folder: Path, framework: str) -> tuple[int, int]:
-    """Fork a process that trains, since this one has imported what it needs; its pid, and where it prints."""
-    told, printed = os.pipe()
+    """Fork a process that trains, since this one has the imports. Returns its pid and its stdout."""
+    output, printed = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -163,7 +163,7 @@ def _start_training(folder: Path, framework: str) -> tuple[int, int]:
             traceback.print_exc()
             os._exit(1)
     os.close(printed)
-    return pid, told
+    return pid, output
 
 
 def _children(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A thread that has told its processor something else about floats: to round another way, or to flush."""
+"""Other floating-point modes of a thread: another rounding direction, or flushing of subnormals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ KINDS = [*_ROUNDING, "flushed"]  # the last one needs torch
 
 @contextlib.contextmanager
 def other_floats(kind: str | None) -> Iterator[None]:
-    """Within it, this thread has floats of that kind, so what is expected must be known before.
+    """Run the block in this floating-point mode of the thread; None leaves the mode as it is.
 
-    None: those that it had.
+    Compute expected values before the block, since the mode would change them, too.
     """
     if kind is None:
         yield
@@ -47,7 +47,7 @@ def other_floats(kind: str | None) -> Iterator[None]:
 
 
 def delicate(rank: int, count: int) -> np.ndarray:
-    """Subnormal elements, and others, whose sums over ranks must be rounded."""
+    """Values whose sums over ranks must be rounded; every second one is subnormal."""
     values = np.random.default_rng(rank).normal(size=count).astype(np.float32)
     values[::2] = values[::2] * np.float32(1e-39)
     return values

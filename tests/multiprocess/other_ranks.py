@@ -1,4 +1,4 @@
-"""What another rank of a group is doing, and a signal for it at just that moment."""
+"""Waits until another rank of a group is in a given call, and sends it a signal at that moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BARRIER, ALL_REDUCE = CALL_KINDS["barrier"], CALL_KINDS["all_reduce"]
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Poll, because what another thread or rank is inside of can't be waited for; what was found."""
+    """Poll until the condition is true, and return its value.
+
+    There is no event to wait for when the condition is where another thread or rank is.
+    """
     end = time.monotonic() + WAIT_S
     while not (found := condition()):
         assert time.monotonic() < end
@@ -24,7 +27,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def until_calling(group: Any, rank: int, kind: int) -> None:
-    """Until that rank's newest call is of that kind."""
+    """Wait until that rank's newest call is of that kind."""
     until(lambda: group._core.records()[rank]["call"]["kind"] == kind)
 
 
@@ -33,11 +36,11 @@ def interrupt(group: Any, rank: int, number: int = signal.SIGUSR1) -> None:
 
 
 def interrupt_sleep(group: Any, rank: int) -> None:
-    """The same for a rank that waits, and return once it has seen the signal and waits again."""
+    """Interrupt a rank that sleeps, and return once it has woken up and sleeps again."""
     pid = group._core.records()[rank]["pid"]
 
     def sleeps() -> int:
-        """How often it went to sleep, if it sleeps."""
+        """How often the rank has gone to sleep; 0 if it is awake."""
         with open(f"/proc/{pid}/task/{pid}/status", encoding="ascii") as file:
             status = dict(line.split(":", 1) for line in file)
         return int(status["voluntary_ctxt_switches"]) if status["State"].split()[0] == "S" else 0

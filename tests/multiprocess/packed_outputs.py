@@ -1,4 +1,4 @@
-"""Outputs of forwards that are no plain tensors."""
+"""Outputs of forwards that are not plain tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Output:
 
 
 class Hidden:
-    """An object in which nobody looks for tensors."""
+    """An object in which the wrapper does not look for tensors."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -29,7 +29,7 @@ def pack(tensor: Any, how: str) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """The tensor."""
+    """Return the tensor that was packed."""
     if isinstance(packed, dict):
         return packed["output"]
     if isinstance(packed, Output):

@@ -1,7 +1,7 @@
-"""A program: three ranks over Paddle's group, one of which raises; each ends as a Python of its own does.
+"""A program: three ranks train over Paddle's process group, one of them raises, and each exits normally.
 
-Prints how the ranks have ended, as JSON. The ranks are forks of this process, which has imported Paddle, and
-run to the end of the interpreter, which ranks of the harness do not.
+Prints the exit status and the output of each rank, as JSON. The ranks are forks of this process, which has
+imported Paddle. Unlike ranks of the harness, they run to the end of the interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORLD_SIZE, GUILTY = 3, 1
 
 
 def main() -> None:
-    """In a rank this raises, so that nothing of the harness's stands between the error and the end."""
+    """Fork the ranks. In a rank the error leaves this function, and the interpreter ends as in a script."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def train(rank: int, port: int) -> None:
-    """Two backward passes, to the second of which one rank does not come."""
+    """Run two backwards; one rank raises before the second."""
     atexit.register(os.write, 1, b"the first to be registered\n")
     os.environ |= {
         "PADDLE_TRAINER_ID": str(rank),
@@ -61,7 +61,7 @@ def train(rank: int, port: int) -> None:
         if count and rank == GUILTY:
             raise ValueError("the cause")
         model(paddle.ones([4, 200])).sum().backward()
-    raise AssertionError("it goes on alone")
+    raise AssertionError("the backward succeeded without its peer")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ STORE_S = 20.0
 
 ranks = functools.partial(harness.ranks, framework="paddle")
 kept_ranks = functools.partial(harness.kept_ranks, framework="paddle")
-# Of programs that join Paddle's group, and leave no call of it without its peers.
+# For tests that join Paddle's process group and leave no unmatched collective in it.
 joined_ranks = functools.partial(harness.kept_ranks, framework="paddle.distributed", group=None)
-# In memory with gradients of their own and with views, and through a process group.
+# Through shared memory, with gradients of their own and with views, and through a process group.
 paths = pytest.mark.parametrize(("path", "view"), [("memory", False), ("memory", True), ("group", False)])
 
 KEEPS_EMPTY_GRADIENTS = not paddle.__version__.startswith("3.0.")
@@ -40,7 +40,7 @@ CLEARS = {
 
 
 class Branches(nn.Layer):
-    """Which of its two layers is used is for the caller to say."""
+    """Uses the layer that the caller names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Branches(nn.Layer):
 
 
 class Words(nn.Layer):
-    """An embedding and a layer on it; None: nothing is looked up."""
+    """An embedding and a linear layer on it; with None nothing is looked up."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Words(nn.Layer):
 
 
 def drop_grad(parameter: paddle.Tensor) -> None:
-    """As `parameter.grad = None`, which Paddle before 3.3 refuses."""
+    """Do `parameter.grad = None`, which Paddle before 3.3 refuses."""
     try:
         parameter.grad = None
     except ValueError:
@@ -121,12 +121,12 @@ def assert_same_on_all_ranks(model: nn.Layer, group: object) -> None:
     for values in model.parameters():
         for tensor in (values, values.grad):
             if tensor is not None:
-                everybodys = group.all_gather(np.ascontiguousarray(tensor.numpy()).view(np.uint8))
-                assert all(np.array_equal(everybodys[0], other) for other in everybodys)
+                gathered = group.all_gather(np.ascontiguousarray(tensor.numpy()).view(np.uint8))
+                assert all(np.array_equal(gathered[0], other) for other in gathered)
 
 
 def await_store(rank: int) -> None:
-    """Wait for rank 0 to keep Paddle's store: who comes before it is there tries again after 3 s."""
+    """Wait until rank 0 serves Paddle's store: a rank that connects too early tries again only after 3 s."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + STORE_S
     while rank and time.monotonic() < deadline:
@@ -140,7 +140,7 @@ def await_store(rank: int) -> None:
 def join_paddle(rank: int, backend: str = "gloo") -> None:
     """Initialise paddle.distributed, with the variables that Paddle's launcher would set.
 
-    A kept rank that has joined it for an earlier test gets the variables that it had then.
+    A kept rank that joined for an earlier test gets the variables that it had then.
     """
     if not _joined:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

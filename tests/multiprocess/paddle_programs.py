@@ -1,7 +1,7 @@
-"""What Paddle's own tests of its DataParallel train, as small models: run with any wrapper, or with none.
+"""The programs of Paddle's own DataParallel tests, with small models: run with any wrapper, or with none.
 
-Each program is one model, its data and the way it is trained. docs/coming-from-paddle.md says which of
-Paddle's tests it stands for.
+Each program is a model, its data and how it is trained. docs/coming-from-paddle.md says which of Paddle's
+tests it stands for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = 4  # of both ranks
 
 
 class Words(nn.Layer):
-    """An embedding under a linear layer. `idle` is never used; cut off, nor is what lies below the bias."""
+    """An embedding and a projection. `idle` gets no gradient; with `is_cut`, only the bias gets one."""
 
     def __init__(self, sparse: bool = False, is_cut: bool = False, dtype: str = "float32") -> None:
         super().__init__(dtype=dtype)
@@ -47,7 +47,7 @@ class UsesNothing(nn.Layer):
 
 
 class SharesWhatIsUnused(nn.Layer):
-    """`bias` is another name of a parameter of a layer that is not used."""
+    """`bias` is another name of a parameter of the unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SharesWhatIsUnused(nn.Layer):
 
 
 class Forks(nn.Layer):
-    """Takes one of two ways: as all ranks do (`differs=False`), or another one on each rank."""
+    """Uses one of two branches: the same one on all ranks (`differs=False`), or another one on each rank."""
 
     def __init__(self, rank: int | None, differs: bool, with_idle: bool = False) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Tanh(paddle.autograd.PyLayer):
 
 
 class OfUsers(nn.Layer):
-    """An operation that users wrote, between two layers."""
+    """A user-defined operation between two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,15 +135,15 @@ class Chain(nn.Layer):
 
 @dataclass(frozen=True)
 class Program:
-    """One way to train.
+    """A model and how it is trained.
 
     Attributes:
-        build: The model, for a rank; None: alone.
-        finds_unused: find_unused_parameters.
-        syncs_every: The other backwards are in no_sync().
+        build: Makes the model of a rank; None stands for one process without ranks.
+        finds_unused: The value of find_unused_parameters.
+        syncs_every: Every so many backwards one is synchronised; the others are in no_sync().
         accumulates: Gradients are never cleared.
-        is_even: Both ranks have as many rows, and take the same way, so one process gives the same.
-        dtype: Of the model.
+        is_even: Both ranks have equally many rows and use the same branch, so one process gives the same.
+        dtype: The dtype of the model.
     """
 
     build: Callable[[int | None], nn.Layer]
@@ -187,7 +187,7 @@ PROGRAMS = {
 
 
 def rows_of(program: Program, step: int, rank: int | None) -> paddle.Tensor:
-    """A rank's rows of one step; None: all."""
+    """A rank's rows of one step; None: the rows of both ranks."""
     rng = np.random.default_rng(step)
     rows = np.abs(rng.standard_normal((ROWS, 10))) * 9
     if rank is not None:

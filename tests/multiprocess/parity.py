@@ -1,6 +1,6 @@
-"""What the two front ends' classes have, and what only one of them has: docs/parity.md, made from both.
+"""Writes docs/parity.md: what the two front ends' classes have in common, and what only one of them has.
 
-python -m tests.multiprocess.parity     # writes it
+python -m tests.multiprocess.parity
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BEYOND = """
 | the wrapper can be compiled, pickled and copied | yes | no, as with Paddle's class |
 | a parameter that no rank uses | an error | a warning, as in Paddle |
 | buffers that ranks set to different values between steps | an error | a warning, as Paddle keeps them |
-| a step with gradients of `autograd.grad()`, which nobody averages | a warning | not reported |
+| a step with gradients of `autograd.grad()`, which are not averaged | a warning | not reported |
 | a backend of the framework's collectives, and `DataParallel` in one process | yes | no, Paddle has neither |
 """
 
@@ -87,7 +87,10 @@ def arguments(kind: type) -> set[str]:
 
 
 def names(kind: type, base: type) -> set[str]:
-    """Attributes and methods of the class that `base` has not; what it hides is not there."""
+    """Public names of the class, and attributes of its instances that `base` has not.
+
+    Names that the class hides, so that access to them fails, are left out.
+    """
     of_instances = set(re.findall(r"self\.([a-z]\w*)\b[^=\n]*= ", inspect.getsource(kind)))
     return {
         name for name in dir(kind) if not name.startswith("_") and hasattr(kind, name)
@@ -95,7 +98,7 @@ def names(kind: type, base: type) -> set[str]:
 
 
 def half_private(kind: type, framework: type, base: type) -> set[str]:
-    """Names with an underscore that the framework's class has and ours replaces."""
+    """Methods with one leading underscore that the framework's class has and ours replaces."""
     return {
         name
         for name in vars(framework)

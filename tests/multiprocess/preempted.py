@@ -1,7 +1,8 @@
-"""A job that is asked to stop at random moments and resumed: the bits of an undisturbed run.
+"""A job that is stopped by signals at random moments and resumed ends with the bits of an undisturbed run.
 
-Each launch trains on from the checkpoint of the one before. Its ranks print what they are about to do; the
-driver draws one of these lines and, a moment after it, sends SIGTERM or SIGUSR1 to the launcher or to a rank.
+Each launch resumes from the checkpoint of the one before. Its ranks print what they are about to do. The
+driver picks one of these lines at random and, a moment after it, sends SIGTERM or SIGUSR1 to the launcher or
+to a rank.
 
     python -m tests.multiprocess.preempted FOLDER COUNT SEED [torch|paddle] [paceline|torchrun]
 """
@@ -24,7 +25,8 @@ from tests.harness.command import started_module
 RANKS = 2
 STEPS, EVERY, EVALUATE_EVERY = 60, 10, 4
 PREEMPTED = 75
-# Weighed by how often they are drawn; an import can only be interrupted before anything is done.
+# Each is drawn with the same probability. "first forward" is the first one of a launch; "import" and "ready"
+# come once.
 MOMENTS = ("import", "ready", "loading", "forward", "backward", "evaluation", "writing", "first forward")
 DEADLINE_S = 300.0
 
@@ -32,11 +34,11 @@ DEADLINE_S = 300.0
 def say(*words: object) -> None:
     rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
     line = " ".join(map(str, (rank, *words)))
-    os.write(1, f"{line}\n".encode())  # at once, which print() of an unbuffered stream does not
+    os.write(1, f"{line}\n".encode())  # in one write, unlike print() to an unbuffered stream
 
 
 def train(folder: Path, framework: str) -> None:
-    """One rank's: train, evaluate now and then, and say each time what comes next."""
+    """One rank's program: train, evaluate now and then, and print before each part what comes next."""
     say("import", os.getpid())
     import paceline
     from tests.multiprocess.test_training_state import begin
@@ -77,14 +79,14 @@ def _announced(batches: Iterator[Any]) -> Iterator[Any]:
 
 @dataclass
 class Launch:
-    """What one launch has come to."""
+    """The outcome of one launch."""
 
     status: int = 0
     lines: list[str] = field(default_factory=list)
-    sent_after: int | None = None  # how many lines there were
+    sent_after: int | None = None  # number of lines read before the signal was sent
 
     def reported(self, word: str) -> dict[int, list[str]]:
-        """By rank: the last such line, without rank and word."""
+        """The last line of each rank with this word, split, without the rank and the word."""
         found = {}
         for line in self.lines:
             rank, _, rest = line.partition(" ")
@@ -94,13 +96,14 @@ class Launch:
 
 
 def launch(folder: Path, framework: str, launcher: str, draw: random.Random | None) -> Launch:
-    """Run the job once, and disturb it if there is something to draw from."""
+    """Run the job once, and send it a signal at a random moment if `draw` is given."""
     start = {
         "paceline": ["paceline", "run", "-n", str(RANKS), "--prefix", "never", "--preempt-s", "250", "-m"],
         "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m"],
     }[launcher]
     command = [*start, __spec__.name, str(folder), "train", framework]
-    # A process that writes imports the framework anew: longer than a launcher's 30 s on a busy machine.
+    # A writer process imports the framework again, which on a busy machine takes longer than the 30 s that a
+    # launcher waits by default.
     patience = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "250"}
     made, pids = Launch(), {}
     moment, count = (draw.choice(MOMENTS), draw.randint(1, 12)) if draw else ("", 0)
@@ -132,7 +135,7 @@ def launch(folder: Path, framework: str, launcher: str, draw: random.Random | No
 
 
 def check(made: Launch, launcher: str, resumes_at: int) -> int | None:
-    """At which step the next launch resumes; None: the job is over."""
+    """Check a launch. Returns the step at which the next one resumes; None: the job is complete."""
     resumed, stopped = made.reported("resumed"), made.reported("stopped")
     if resumed:
         assert resumed == {rank: [str(resumes_at)] for rank in range(RANKS)}, "not resumed where it stopped"
@@ -157,7 +160,7 @@ def reported_before(made: Launch, word: str) -> dict[int, list[str]]:
 def disturb(
     folder: Path, count: int, seed: int, framework: str = "torch", launcher: str = "paceline"
 ) -> None:
-    """Stop and resume so many times."""
+    """Send `count` signals to jobs, resume them, and compare each complete job with an undisturbed one."""
     draw = random.Random(seed)
     undisturbed = launch(folder / "undisturbed", framework, launcher, None)
     digests = undisturbed.reported("over")

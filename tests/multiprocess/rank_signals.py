@@ -1,6 +1,7 @@
-"""Where the ranks of a run tell each other how far they are, in files: no deadline but the harness's.
+"""Signals between the ranks of a test, as files: waiting for them has no deadline but the harness's.
 
-What a test gives a short time-out must not count how much later one process has started than another.
+A test with a short timeout lets its ranks wait for each other here first, because the timeout must not
+include how much later one process has started than another.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from pathlib import Path
 
 
 def tell(word: str, rank: int) -> None:
-    """Let the other ranks know that this one has come to `word`."""
+    """Publish that this rank has reached `word`."""
     _sign(word, rank).touch()
 
 
 def until_told(word: str, by: Iterable[int]) -> None:
-    """Wait until each of these ranks has come to `word`."""
+    """Wait until each of these ranks has published `word`."""
     signs = [_sign(word, rank) for rank in by]
     while not all(sign.exists() for sign in signs):
         time.sleep(0.01)
 
 
 def meet(word: str, rank: int) -> None:
-    """Wait until all ranks of the run have come to `word`."""
+    """A barrier: wait until all ranks of the run have reached `word`."""
     tell(word, rank)
     until_told(word, range(int(os.environ["WORLD_SIZE"])))
 

@@ -1,6 +1,6 @@
 """The C++ reducer with numpy arrays: a model is a list of (number of elements, dtype).
 
-What every rank's gradients are is a function of the backward, so that each rank knows the mean.
+Gradients are a function of rank, parameter and backward, so each rank can compute the expected mean.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Array = np.ndarray[Any, Any]
 Model = Sequence[tuple[int, str]]
 
 BLOCK_ELEMENTS = 16384  # buckets may cut a parameter between blocks of this many elements
-# of finish()
+# Flags that finish() returns.
 UNUSED, NONFINITE, FORWARDS_DIFFER, FINISHED, NOTES_DIFFER, GLOBALLY_UNUSED = 1, 2, 4, 8, 32, 64
 
-# Odd sizes, one beyond a block, one of several buckets, an empty one, and a second dtype.
+# Odd sizes, one element more than a block, a parameter of several buckets, an empty one, and a second dtype.
 MODEL: Model = [
     (1000, "float32"),
     (1, "float32"),
@@ -35,7 +35,7 @@ MODEL: Model = [
 
 
 def offsets_of(model: Model) -> list[int]:
-    """Where each parameter begins in the gradient buffer: one after another, on cache lines."""
+    """Byte offsets of the parameters in the gradient buffer, on cache lines, and the buffer's size."""
     offsets, at = [], 0
     for count, dtype in model:
         offsets.append(at)
@@ -44,7 +44,7 @@ def offsets_of(model: Model) -> list[int]:
 
 
 def cut(model: Model, cap_bytes: int) -> list[tuple[int, int]]:
-    """Buckets of about `cap_bytes`, cut only where a block ends."""
+    """Buckets of about `cap_bytes` as (begin, end) in bytes, cut only where a block ends."""
     offsets = offsets_of(model)
     buckets, begin = [], 0
     for (count, dtype), offset, next_offset in zip(model, offsets, offsets[1:]):
@@ -88,13 +88,13 @@ class World:
         ]
 
     def gradient(self, rank: int, param: int, step: int) -> Array:
-        """What `rank` finds for `param` in backward `step`; small multiples of 1/8, whose sums are exact."""
+        """The gradient of `param` on `rank` in a backward: small multiples of 1/8, whose sums are exact."""
         count, dtype = self.model[param]
         pattern = (np.arange(17) * (rank + 2) + 3 * param + step) % 13 - 5
         return np.resize(pattern.astype(dtype) / 8, count)
 
     def mean(self, param: int, step: int, weights: Sequence[float] | None = None) -> Array:
-        """The answer, in float64."""
+        """The expected mean, in float64."""
         weights = weights or [1.0] * self.group.world_size
         total = np.zeros(self.model[param][0])
         for rank, weight in enumerate(weights):
@@ -103,7 +103,7 @@ class World:
         return total / sum(weights)
 
     def mark(self, param: int, step: int, elsewhere: bool = False) -> Array:
-        """This rank's gradient is final, in the gradient buffer or not. Returns where the mean comes."""
+        """Mark this rank's gradient ready, in the gradient buffer or elsewhere. Returns the mean's array."""
         values = self.gradient(self.group.rank, param, step)
         if elsewhere:
             self._elsewhere[param] = values  # the reducer reads and writes it until the backward has ended
@@ -114,7 +114,7 @@ class World:
         return self.views[param]
 
     def check(self, got: dict[int, Array], step: int, weights: Sequence[float] | None = None) -> None:
-        """Each array holds the mean, to the last bit or two."""
+        """Check that each array holds the mean, to 4 epsilon of its dtype."""
         for param, array in got.items():
             expected = self.mean(param, step, weights)
             epsilon = np.finfo(array.dtype).eps

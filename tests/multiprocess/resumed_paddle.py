@@ -1,4 +1,4 @@
-"""A run of Paddle's that can be stopped and resumed: see resumed_torch."""
+"""A training run with Paddle that can be stopped and resumed; see resumed_torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def seed(number: int) -> None:
 
 
 class Run:
-    """One rank's."""
+    """One rank of the run."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Run:
         width: int = 16,
         **options: Any,
     ) -> None:
-        # Of layers and, in the first step, of what the optimizer remembers: as in a process of its own.
+        # Names of layers and, from the first step on, of the optimizer's state are those of a new process.
         self._names = UniqueNameGenerator()
         with unique_name.guard(self._names):
             model = nn.Sequential(
@@ -105,7 +105,7 @@ class Run:
         return [self.step() for _ in range(count)]
 
     def digest(self) -> str:
-        """Of all values of the model."""
+        """SHA-256 of all values of the model."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.ddp.module.state_dict().items()):
             digest.update(name.encode() + tensor.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A run of torch's that can be stopped and resumed, for the tests of training states and checkpoints."""
+"""A training run with torch that can be stopped and resumed, for tests of training states and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seed(number: int) -> None:
 
 
 class Run:
-    """One rank's; its random numbers are those of dropout, and of a noise that numpy and Python draw."""
+    """One rank of the run. It draws dropout from torch, and noise on its input from numpy and Python."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Run:
         return [self.step() for _ in range(count)]
 
     def digest(self) -> str:
-        """Of all values of the model."""
+        """SHA-256 of all values of the model."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.ddp.module.state_dict().items()):
             digest.update(name.encode() + tensor.numpy().tobytes())

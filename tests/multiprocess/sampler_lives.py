@@ -1,8 +1,8 @@
-"""Jobs that train on one epoch and are killed, again and again: the program of test_sampler_resume.
+"""Trains on one epoch in a job that is killed and restarted again and again, for test_sampler_resume.
 
 A rank "trains" by appending its indices to a file. As in a real job, a step ends only when all ranks have
-done it, and rank 0 then writes a checkpoint, by renaming a complete file. What was done after the last
-checkpoint died with the weights, so it is not counted. Forks its ranks from a process that has numpy loaded.
+done it, and rank 0 then writes a checkpoint by renaming a complete file. Steps after the last checkpoint are
+lost with the weights, so they do not count. The ranks are forks of this process, which has numpy loaded.
 
 For more kills or other seeds: python -m tests.multiprocess.sampler_lives FOLDER KIND KILLS SEED
 """
@@ -29,13 +29,14 @@ POINTS = ("after drawing", "after logging", "before the checkpoint", "after the 
 
 
 class Life:
-    """One job, from its start or the last checkpoint until it is killed, or the epoch ends.
+    """One launch of the job: from the start or the last checkpoint until it is killed or the epoch ends.
 
     Args:
         folder: Holds the checkpoint and the logs.
-        number: Of this life.
+        number: Number of this launch.
         world_size: Number of ranks.
-        killed: Rank, step and point of its death; None: it lives to the end.
+        killed: The rank that is killed, the step and the point; None: no rank is killed.
+        kind: The sampler; see `make`.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Life:
         self.done = mmap.mmap(-1, 8 * world_size)  # steps that each rank has done; shared with the children
 
     def run(self) -> bool:
-        """Start all ranks; when one dies, kill the others, as a launcher does. Whether that happened."""
+        """Start all ranks; when one dies, kill the others, as a launcher does. Returns whether one died."""
         pids = [self._fork(rank) for rank in range(self.world_size)]
         left = set(pids)
         was_killed = False
@@ -95,7 +96,7 @@ class Life:
             self._die_at(rank, step, "after drawing")
             os.write(log, struct.pack(f"<{2 + len(batch)}q", step, len(batch), *batch))
             self._die_at(rank, step, "after logging")
-            self._meet(rank, step)
+            self._barrier(rank, step)
             sampler.commit(len(batch) if isinstance(sampler, DistributedSampler) else 1)
             self._die_at(rank, step, "before the checkpoint")
             if rank == 0:
@@ -103,13 +104,13 @@ class Life:
                 (self.folder / "new.json").write_text(text)
                 os.rename(self.folder / "new.json", checkpoint)
                 self._die_at(rank, step, "after the checkpoint")
-        self._meet(rank, 1 << 60)  # who has no more data waits for nobody, and nobody for it
+        self._barrier(rank, 1 << 60)  # a rank without more data waits for no rank, and no rank waits for it
 
-    def _meet(self, rank: int, step: int) -> None:
+    def _barrier(self, rank: int, step: int) -> None:
         struct.pack_into("<q", self.done, 8 * rank, step)
         deadline = time.monotonic() + 60
         while min(struct.unpack(f"<{self.world_size}q", self.done[:])) < step < 1 << 60:
-            assert time.monotonic() < deadline, f"step {step}: somebody never came"
+            assert time.monotonic() < deadline, f"step {step}: a rank did not reach it"
             os.sched_yield()
 
     def _die_at(self, rank: int, step: int, point: str) -> None:
@@ -118,7 +119,7 @@ class Life:
 
 
 def make(kind: str, world_size: int, rank: int) -> DistributedSampler | DistributedBatchSampler:
-    """The two samplers, without padding: ranks may get unequally many samples."""
+    """One of the two samplers, without padding: ranks may get unequally many samples."""
     if kind == "samples":
         return DistributedSampler(range(LENGTH), world_size, rank, seed=1, pad=False)
     return DistributedBatchSampler(
@@ -127,7 +128,7 @@ def make(kind: str, world_size: int, rank: int) -> DistributedSampler | Distribu
 
 
 def batched(sampler: DistributedSampler | DistributedBatchSampler) -> Iterator[list[int]]:
-    """As a loader does."""
+    """Batches of indices, as a loader makes them."""
     if isinstance(sampler, DistributedBatchSampler):
         yield from sampler
         return
@@ -142,7 +143,7 @@ def batched(sampler: DistributedSampler | DistributedBatchSampler) -> Iterator[l
 
 
 def trained(folder: Path, steps: dict[int, int]) -> list[int]:
-    """What all ranks have logged in the steps of each life that a checkpoint holds."""
+    """The indices that all ranks have logged in each launch, up to the step of its last checkpoint."""
     indices: list[int] = []
     for path in folder.glob("log-*"):
         life = int(path.name.split("-")[1])
@@ -157,7 +158,7 @@ def trained(folder: Path, steps: dict[int, int]) -> list[int]:
 
 
 def main(folder: Path, kind: str, kills: int, seed: int) -> None:
-    """Kill a job `kills` times at random, let it finish, and print what was committed how often."""
+    """Kill a job `kills` times at random, let it finish, and count how often samples were committed."""
     chance = random.Random(seed)
     steps: dict[int, int] = {}
     world_size = deaths = 0
