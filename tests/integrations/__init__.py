@@ -1,4 +1,4 @@
-"""Each library of `paceline.integrations`, used as its users do: `make integrations` runs these.
+"""Tests of trainers and other libraries as their users use them with Paceline: `make integrations`.
 
-Not part of `make test`: they need libraries that no other test needs. A missing library is a failure.
+They are not part of `make test`, because no other test needs these libraries. A missing library is a failure.
 """

@@ -57,7 +57,7 @@ def train(is_ours: bool, *, accumulate: int = 1, is_clipped: bool = False, **opt
 
 
 def late_trigger(is_ours: bool) -> dict[str, Any]:
-    """Forwards without averaging, and a backward that averages after all."""
+    """Train with forwards under no_sync, whose backwards average because of trigger_sync_in_backward."""
     set_seed(3)
     accelerator = Accelerator(cpu=True)
     if is_ours:
@@ -79,7 +79,7 @@ def late_trigger(is_ours: bool) -> dict[str, Any]:
 
 
 def refused() -> list[str]:
-    """The errors that are raised at once, as text."""
+    """The errors of wrong calls of use_paceline, as text."""
     late = Accelerator(cpu=True)
     late.prepare(nn.Linear(2, 2))
     return [

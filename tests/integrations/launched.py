@@ -1,6 +1,6 @@
 """Runs a program on two ranks and compares its losses with the library's own DDP and with Paceline's.
 
-A program gets a folder, and writes `RANK.json` into it: losses by name, and the modules of the wrappers.
+Each rank of a program writes `RANK.json` into a given folder: its losses, and the module of the wrapper.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def paceline_run() -> list[str]:
 
 
 def accelerate_launch() -> list[str]:
-    """The same with Accelerate's launcher: as for several GPUs, because with --cpu it starts one process."""
+    """The same with Accelerate's launcher, with options for GPUs: with --cpu it starts one process."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     return [*launcher, *options, "--main_process_port", "0"]
@@ -49,14 +49,13 @@ def ended(
 
 
 def reports(folder: Path, command: Sequence[str], **variables: str) -> list[dict[str, Any]]:
-    """Run a command that ends well and writes a report for each of two ranks."""
+    """Run a command that must succeed, and return the reports of its two ranks."""
     done = ended(command, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return [report_of(folder, rank) for rank in range(2)]
 
 
 def report_of(folder: Path, rank: int | str) -> dict[str, Any]:
-    """The report of a rank."""
     found: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""Two ranks with libraries that accept a wrapped model as it is: with torch's DDP and with Paceline's."""
+"""Two ranks use libraries that accept a wrapped model, with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches() -> list[Any]:
-    """This rank's share of the inputs and targets, of 4 samples."""
+    """This rank's inputs and targets, in batches of 4 samples."""
     inputs, targets = data()[dist.get_rank() :: 2]
     return list(zip(inputs.contiguous().split(4), targets.contiguous().split(4)))
 
 
 def checkpoint(wrap: Wrap, folder: Path) -> dict[str, Any]:
-    """Train, save, spoil, load and train on: model and optimizer come back, also without a wrapper."""
+    """Train, save, and train on; then load the checkpoint into a new model, and train the same steps."""
     model = wrap(network())
     optimizer = adam(model)
     losses = [step(model, optimizer, *batch) for batch in batches()]
@@ -100,7 +100,7 @@ def metric(wrap: Wrap, folder: Path) -> dict[str, Any]:
 
 
 def loader(wrap: Wrap, folder: Path) -> dict[str, Any]:
-    """Stop within an epoch, and continue with a new loader in the same place."""
+    """Train a whole epoch; then stop within an epoch, and continue with a new loader in the same place."""
     sampler = DistributedSampler(data(), num_replicas=2, rank=dist.get_rank(), seed=5)
     model = wrap(network())
     optimizer = adam(model)
@@ -151,7 +151,7 @@ def replaced_if(wrap: Wrap) -> Any:
 
 
 def auto_model(wrap: Wrap, folder: Path) -> dict[str, Any]:
-    """Ignite wraps the model by itself: in Paceline's class, under `replace_ddp`."""
+    """Ignite itself wraps the model: under `replace_ddp`, in Paceline's class."""
     with replaced_if(wrap):
         model = idist.auto_model(network())
     optimizer = adam(model)

@@ -27,7 +27,7 @@ def data() -> TensorDataset:
 
 
 class Regression(LightningModule):
-    """The base of all cases, which override parts of it."""
+    """The module of all cases, some of which override parts of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Regression(LightningModule):
 
 
 class Alternating(Regression):
-    """Two optimizers and two backwards in a step, by hand: each backward within the wrapper's forward."""
+    """Manual optimization: two optimizers and two backwards in a step, all within the wrapper's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Alternating(Regression):
 
 
 class Partly(Regression):
-    """A parameter that is used in every second step."""
+    """Has parameters that only every second step uses."""
 
     def __init__(self) -> None:
         super().__init__()

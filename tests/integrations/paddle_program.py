@@ -32,14 +32,14 @@ def network() -> nn.Layer:
 
 
 class Losses(paddle.callbacks.Callback):
-    """Remembers the loss of each step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """The method that hapi calls."""
+        """Called by hapi."""
         self.seen.append(float(np.ravel(logs["loss"])[0]))
 
 

@@ -90,7 +90,7 @@ def batch(name: str) -> torch.Tensor:
 
 
 def train(name: str, wrap: Wrap | None) -> list[float]:
-    """The losses of the whole batch."""
+    """Train, and return the losses of the whole batch."""
     torch.manual_seed(5)
     model = MODELS[name]()
     wrapped = model if wrap is None else wrap(model)

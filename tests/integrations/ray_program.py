@@ -69,12 +69,12 @@ def returning_a_lock() -> Any:
 
 
 def training(folder: str, stops_at: int) -> list[str]:
-    """Six steps with a Checkpointer; a signal comes to the last rank before the backward of one of them.
+    """Train six steps with a Checkpointer; in step `stops_at`, rank 3 signals itself before the backward.
 
-    The time-out is long because Ray's workers have a low priority, and the process that writes has theirs.
+    The timeout is long because Ray's workers have a low priority, and so has the process that writes.
 
     Returns:
-        At which step it began, and the weights.
+        The step at which training began, and the weights.
     """
     import torch
 
@@ -100,7 +100,7 @@ def training(folder: str, stops_at: int) -> list[str]:
 
 
 def preempted(folder: Path) -> dict[str, Any]:
-    """A run that is stopped and called again, beside one that is not stopped."""
+    """Run a training that is stopped and called again, and one that is not stopped."""
     found: dict[str, Any] = {"undisturbed": paceline.ray.run(training, (f"{folder}/a", 6), num_workers=4)}
     try:
         paceline.ray.run(training, (f"{folder}/b", 3), num_workers=4)
@@ -111,7 +111,7 @@ def preempted(folder: Path) -> dict[str, Any]:
 
 
 def failure(*args: Any, **options: Any) -> dict[str, Any]:
-    """The error of a run, and whether all resources are free again in time."""
+    """The error of a run, and whether all its resources are free again within WITHIN_S."""
     try:
         paceline.ray.run(*args, **options)
     except (ConfigError, LaunchError) as error:

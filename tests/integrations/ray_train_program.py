@@ -1,9 +1,9 @@
-"""The training of two workers of Ray Train, by its `prepare_model`: with torch's DDP and Paceline's.
+"""Trains on two workers of Ray Train, with its `prepare_model`: with torch's DDP and with Paceline's.
 
 python -m tests.integrations.ray_train_program FOLDER
 
-Writes FOLDER/config-RANK.json with `torch_config=PacelineConfig()`, FOLDER/RANK.json of the example with
-torch's class replaced in the workers, and FOLDER/refused.txt.
+Writes FOLDER/config-RANK.json from a run with `torch_config=PacelineConfig()`, FOLDER/RANK.json from the
+example with torch's class replaced in the workers, and FOLDER/refused.txt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def network() -> nn.Module:
 
 
 def trained(**arguments: Any) -> dict[str, Any]:
-    """The losses of this worker, with the class that `prepare_model` wraps in."""
+    """Train with the class in which `prepare_model` wraps; return the losses of this worker."""
     model = ray.train.torch.prepare_model(network(), parallel_strategy_kwargs=arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     made = torch.Generator().manual_seed(1)
@@ -60,7 +60,7 @@ def trained(**arguments: Any) -> dict[str, Any]:
 
 
 def with_torchs_class() -> dict[str, Any]:
-    """Ray's own behaviour: its `prepare_model` without a replaced class."""
+    """Train as Ray does without Paceline: `prepare_model` wraps in torch's class."""
     where = ray.train.torch.prepare_model.__module__
     theirs = torch.nn.parallel.distributed.DistributedDataParallel
     with mock.patch(f"{where}.DistributedDataParallel", theirs):
@@ -68,7 +68,7 @@ def with_torchs_class() -> dict[str, Any]:
 
 
 def error_of_another_rank() -> str:
-    """The error on rank 0 when the function of rank 1 raises and leaves Paceline's context."""
+    """The error of rank 0 when rank 1's function raises within Paceline's context; "" on rank 1."""
     model = ray.train.torch.prepare_model(network())
     if ray.train.get_context().get_world_rank() == 1:
         context = PacelineConfig().train_func_context()

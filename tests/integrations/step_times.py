@@ -1,10 +1,10 @@
-"""Time per step of trainers with torch's DDP and with Paceline's class, round by round.
+"""Measures the time per step of trainers with torch's DDP and with Paceline's class, round by round.
 
 paceline run -n 2 -m tests.integrations.step_times --rounds 5 --markdown benchmarks/results
 
-The models and data of examples/trainers. Every round trains with each class anew, in one process per rank. A
-third variant wraps the model in a class that does not average: the remaining time is the trainer's and the
-model's own, which no wrapper can save. Losses are compared before anything is timed.
+The models and data are those of examples/trainers. Every round trains a new model with each class, in the
+same processes. A third variant wraps the model in a class that does not average: the remaining time is the
+trainer's and the model's own, which no wrapper can save. Losses are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from benchmarks.report import Machine, Report
 from examples.trainers.transformers_gpt import Counting
 from paceline.replacing import Pair, Replacement
 
-# Steps at the beginning of each turn that don't count: buckets are rebuilt, memory is touched first.
+# The first steps of each turn don't count: in them buckets are rebuilt, and memory is touched first.
 WARM = 12
 
 Turn = tuple[list[float], list[float]]  # losses, and when each step ended
 
 
 class Alone(TorchDDP):
-    """Replaces a wrapper, and does not average."""
+    """A wrapper that does not average."""
 
     def __init__(self, module: nn.Module, **_: Any) -> None:
         nn.Module.__init__(self)
@@ -62,13 +62,13 @@ class Alone(TorchDDP):
     def no_sync(self) -> Any:
         return nullcontext()
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:  # Lightning asks at its end
+    def _get_ddp_logging_data(self) -> dict[str, Any]:  # Lightning calls it at the end
         return {}
 
 
 @contextmanager
 def ours() -> Iterator[None]:
-    with redirect_stderr(StringIO()):  # in each turn it would print the class that it has replaced
+    with redirect_stderr(StringIO()):  # otherwise each turn prints what it replaced
         replaced = paceline.torch.replace_ddp()
     with replaced:
         yield
@@ -132,7 +132,7 @@ def digits_by_hand(steps: int) -> Turn:
 
 
 def gpt_by_hand(steps: int) -> Turn:
-    """With the arguments that Transformers' Trainer gives to DDP, and its optimizer."""
+    """Train with the DDP arguments and the optimizer of Transformers' Trainer."""
     set_seed(0)
     model = nn.parallel.DistributedDataParallel(gpt(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
@@ -186,7 +186,7 @@ class Digits(LightningModule):
 
 
 class Ends(Callback):
-    """Notes when each step of Lightning's ended."""
+    """Records when each step of Lightning ends."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -214,7 +214,7 @@ def with_lightning(steps: int, depth: int = 0) -> Turn:
 
 
 class StepEnds(TrainerCallback):
-    """Notes when each step of Transformers' ended."""
+    """Records when each step of Transformers ends."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -288,7 +288,7 @@ TASKS: dict[str, Callable[[int], Turn]] = {
 
 
 def one_turn(train: Callable[[int], Turn], way: str, steps: int) -> tuple[list[float], float]:
-    """The losses, and milliseconds per step: the median over the steps that count."""
+    """Train once; return the losses, and the median milliseconds of the steps that count."""
     with WAYS[way]():
         losses, ends = train(steps)
     assert len(losses) == len(ends) == steps, (len(losses), len(ends))
@@ -309,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=112)
-    parser.add_argument("--only", default="", help="those tasks whose name begins so")
+    parser.add_argument("--only", default="", help="only tasks whose name begins with this")
     parser.add_argument("--markdown", type=Path, help="folder for the table")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -338,7 +338,7 @@ def main() -> None:
             title="Time per step of trainers, with torch's DDP and with `--replace-ddp`",
             command="paceline run -n 2 -m tests.integrations.step_times "
             f"--rounds {args.rounds} --steps {args.steps}",
-            machine=replace(Machine.here(), cores=os.cpu_count() or 1),  # a rank is bound to one
+            machine=replace(Machine.here(), cores=os.cpu_count() or 1),  # a rank is bound to one core
             columns=[
                 "trainer",
                 "torch's DDP, ms",

@@ -34,7 +34,7 @@ def test_accelerate_trains_as_with_torchs_ddp(trained, case):
     assert trained[0][case][1]["losses"] != trained[1][case][1]["losses"]
 
 
-def test_accelerate_prepares_once_unwraps_and_saves_as_ever(trained):
+def test_accelerate_prepares_once_unwraps_and_saves_as_with_torchs_ddp(trained):
     for rank in trained:
         theirs, ours = rank["automatic"]
         assert ours["unwrapped"] == theirs["unwrapped"] == "Sequential"
@@ -42,7 +42,7 @@ def test_accelerate_prepares_once_unwraps_and_saves_as_ever(trained):
         assert ours["state"] == theirs["state"]
 
 
-def test_accelerate_raises_what_is_wrong_on_every_rank(trained):
+def test_wrong_calls_of_use_paceline_raise_on_every_rank(trained):
     for rank in trained:
         late, unknown, other, twice = rank["refused"]
         assert "has prepared a model already" in late

@@ -1,4 +1,4 @@
-"""Libraries that accept a wrapped model, or wrap it by torch's name: the same with Paceline's class."""
+"""Libraries that accept a wrapped model, or wrap it themselves, train the same with Paceline's class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_distributed_checkpoint_resumes_model_and_optimizer(trained):
         assert ours["names"] == theirs["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
-def test_torchmetrics_joins_the_ranks(trained):
+def test_torchmetrics_computes_over_all_ranks(trained):
     for rank in trained:
         theirs, ours = rank["metric"]
         assert_same_curve(ours["losses"], theirs["losses"])

@@ -39,11 +39,11 @@ def test_lightning_keeps_running_statistics_in_step_when_optimizing_by_hand(trai
 
 
 def test_lightning_uses_a_communication_hook_on_the_cpu(trained):
-    """Lightning's own strategy silently drops it there."""
+    """Lightning's own strategy silently ignores the hook there."""
     for rank in trained:
         theirs, ours = rank["hook"]["ddp"], rank["hook"]["paceline"]
         assert theirs["calls"] == 0 < ours["calls"]
-        # float16 between the ranks: close to the others, and not the same
+        # gradients are float16 between the ranks: close to the others, but not equal
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
         assert ours["losses"][1:] != theirs["losses"][1:]
 
@@ -55,8 +55,8 @@ def test_lightnings_own_launcher_starts_the_ranks(tmp_path):
         assert report["losses"][-1] < 0.5 * report["losses"][0]
 
 
-def test_lightning_and_a_launcher_that_started_another_number(tmp_path):
-    """Without the check, Lightning trains on one of two processes twice, or waits for the other."""
+def test_lightning_refuses_a_launcher_that_started_another_number_of_processes(tmp_path):
+    """Without the check, Lightning would wait for ranks that never start."""
     command = [*paceline_run(), str(ROOT / EXAMPLE), "--devices", "3"]
     done = ended(command)
     assert done.returncode != 0

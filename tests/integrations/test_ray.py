@@ -38,7 +38,7 @@ def test_a_run_that_a_signal_stops_is_resumed_by_the_same_call(found):
     assert [weights for _, *weights in runs["resumed"]] == [weights for _, *weights in runs["undisturbed"]]
 
 
-def test_the_workers_have_a_secret_that_stands_in_no_environment(found):
+def test_the_workers_have_a_secret_that_is_in_no_environment(found):
     for each in found["places"]:
         assert each["has secret"]
         assert not each["secret in environment"]
@@ -59,7 +59,7 @@ def test_a_worker_that_dies_is_named_and_not_one_that_lost_it(found):
     assert (died["kind"], died["rank"]) == ("LaunchError", 2)
     assert died["text"].startswith("Rank 2 of 4 failed first: its process has ended\n")
     assert "The actor died" in died["text"]  # Ray's own text, with the causes that it knows
-    # Ray may stop another rank before that has reported its error.
+    # Ray may stop another rank before that rank reports its error.
     assert re.search(r"ranks? (0|1|3|0-1|0, 3|1, 3|0-1, 3): PeerLostError: Rank 2 of 4 died", died["text"])
 
 

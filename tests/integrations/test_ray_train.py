@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.launched import OURS, TORCHS, assert_same_curve, ended, report_of
 
 PROGRAM = "tests.integrations.ray_train_program"
-WITHIN_S = 1200  # two times a controller and two workers that import all of Ray Train and torch
+WITHIN_S = 1200  # twice, a controller and two workers import all of Ray Train and torch
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def test_ray_train_trains_as_with_its_own_ddp(folder):
 
 
 def test_ray_train_passes_arguments_on(folder):
-    """torch's class has no argument `nonfinite`."""
+    """`nonfinite` is an argument that only Paceline's class has."""
     for rank in range(2):
         found = report_of(folder, f"config-{rank}")
         assert found["arguments"] == found["ours"]
 
 
-def test_ray_trains_workers_have_one_secret_that_stands_in_no_environment(folder):
+def test_ray_trains_workers_have_one_secret_that_is_in_no_environment(folder):
     (first, is_shown), (second, _) = (report_of(folder, f"config-{rank}")["secret"] for rank in range(2))
     assert len(first) == 64
     assert first == second

@@ -1,4 +1,4 @@
-"""Scripts without Paceline, under torch's DDP and under --replace-ddp; and the examples that have it."""
+"""Scripts without Paceline train under --replace-ddp as with torch's DDP; the examples with it train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "examples" / "trainers"
 
 
 def without_paceline(name: str) -> str:
-    """The example without Paceline's parts."""
+    """The text of an example without its lines of Paceline."""
     text = (EXAMPLES / name).read_text()
     text = re.sub(r"^(from|import) paceline.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ *use_paceline\(.*\)\n", "", text, flags=re.MULTILINE)
@@ -78,8 +78,8 @@ def test_a_script_that_replaces_the_class_under_its_own_launcher(tmp_path, name)
         assert report["losses"][-1] < 0.5 * report["losses"][0]
 
 
-def test_a_part_for_a_library_under_replace_ddp(tmp_path):
-    """Both at once wrap the model in the same class, once."""
+def test_use_paceline_under_replace_ddp(tmp_path):
+    """Together they wrap the model once, in Paceline's class."""
     command = [*paceline_run(), "--replace-ddp", str(EXAMPLES / "accelerate_digits.py")]
     for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
         assert report["wrapper"] == OURS

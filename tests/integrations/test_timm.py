@@ -33,7 +33,7 @@ def test_timm_trains_as_with_torchs_ddp(trained, way):
 
 
 def test_timms_running_statistics_are_in_step(trained):
-    """Rank 0's are sent to all: the same as with torch's class, where the ranks' own would be averaged."""
+    """In "script", timm sends those of rank 0 to all ranks; in "task", it averages those of the ranks."""
     for first, second in zip(trained[0]["script"], trained[1]["script"], strict=True):
         assert first["statistics"] == second["statistics"]
     theirs, ours = trained[0]["script"]

@@ -1,4 +1,4 @@
-"""The training of two ranks with timm, as in its training script: with torch's DDP and with Paceline's."""
+"""Trains on two ranks with timm as its training script does, with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Images(Dataset[Any]):
 
 
 class Script:
-    """The model wrapped in the call, as the script of earlier versions does; its average beside it."""
+    """Wraps the model and keeps its average as timm's script did in earlier versions."""
 
     averages_statistics = False
 
@@ -69,7 +69,7 @@ class Script:
 
 
 class Task:
-    """The model wrapped by timm's own task, as the script of the newest versions does."""
+    """Lets timm's task wrap the model, as timm's script does in the newest versions."""
 
     averages_statistics = True
 

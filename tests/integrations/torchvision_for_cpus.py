@@ -1,10 +1,10 @@
-"""Makes torchvision importable beside torch for CPUs, for its transforms; as a program, runs a script.
+"""Makes torchvision's transforms importable beside torch for CPUs; as a program, it then runs a script.
 
 paceline run -n 2 -m tests.integrations.torchvision_for_cpus SCRIPT ...
 
 The wheels of torchvision in a package index are built against torch for GPUs: their compiled operators cannot
-be loaded, and importing torchvision fails at the first one that it describes. timm imports it and uses only
-its transforms, so here the operators are declared, without code; a call would fail.
+be loaded, so importing torchvision fails at the first operator that it refers to. timm needs only its
+transforms. So this module declares the operators without code; a call of one would fail.
 """
 
 from __future__ import annotations

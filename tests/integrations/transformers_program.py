@@ -1,4 +1,4 @@
-"""The training of two ranks with the Trainer of Transformers: with torch's DDP and with Paceline's."""
+"""Trains on two ranks with the Trainer of Transformers, with torch's DDP and with Paceline's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.integrations.accelerate import use_paceline
 
 
 class Sequences(Dataset[dict[str, Any]]):
-    """Consecutive numbers, from a different start in each sample."""
+    """Consecutive numbers; each sample starts at another one."""
 
     def __len__(self) -> int:
         return 96
@@ -27,7 +27,7 @@ class Sequences(Dataset[dict[str, Any]]):
 
 
 class Wrapper(TrainerCallback):
-    """Remembers the class in which the Trainer has wrapped the model."""
+    """Records the module of the class in which the Trainer wraps the model."""
 
     module = ""
 
