@@ -1,4 +1,4 @@
-"""A run goes on from the newest whole checkpoint, whatever has happened to others, or to the disk."""
+"""A run resumes from the newest whole checkpoint, whatever happens to other checkpoints or to the disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.harness import kept_ranks
 from tests.harness.warm import warm_python
 from tests.multiprocess.test_training_state import begin, begin_elsewhere, frameworks, program
 
-# Each process that writes imports the framework anew, which takes half a minute on a machine that is busy.
+# Each writer process imports the framework again, which takes half a minute on a busy machine.
 _PATIENCE_S = 300.0
 patient_ranks = functools.partial(kept_ranks, deadline_s=2 * _PATIENCE_S)
 STEPS, SUFFIXES = 12, {"torch": ".pt", "paddle": ".pdparams"}
@@ -30,7 +30,7 @@ STEPS, SUFFIXES = 12, {"torch": ".pt", "paddle": ".pdparams"}
 
 @pytest.fixture
 def warm_writer(request: pytest.FixtureRequest) -> str:
-    """A Python that has imported the framework, for processes that write and that no test signals."""
+    """A Python that has imported the framework, for writer processes that no test signals."""
     values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     return warm_python(values.get("framework", "torch"))
 
@@ -52,7 +52,7 @@ def take_steps(run: Any, checkpointer: Any, count: int) -> list[float]:
 
 
 def resume_noting(run: Any, folder: Path, **options: Any) -> tuple[int, list[str]]:
-    """Steps that another Checkpointer finds, and what it warns of."""
+    """The step at which another Checkpointer resumes, and its warnings."""
     found = []
 
     def resume() -> None:
@@ -91,7 +91,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
         for number in range(10):
             stopped.step()
             checkpointer.step()
-            if number % 3 == 2:  # so that what is due is never late
+            if number % 3 == 2:  # so that no due checkpoint is delayed
                 checkpointer.save()
         assert (checkpointer.nbytes > 0) == (group.rank == 0)
     with pytest.raises(ConfigError, match="closed"):
@@ -135,8 +135,8 @@ def test_checkpoints_of_another_run_are_not_replaced(
     with paceline.Checkpointer(tmp_path, run.ddp) as checkpointer:
         take_steps(run, checkpointer, 2)
         checkpointer.save()
-        checkpointer.save()  # of the same step: once
-        if (child := os.fork()) == 0:  # as a worker of a loader: it holds this rank's end of all pipes
+        checkpointer.save()  # of the same step: written once
+        if (child := os.fork()) == 0:  # like a loader's worker, it inherits this rank's end of all pipes
             signal.pause()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -163,7 +163,7 @@ def test_ranks_that_see_other_folders_each_have_checkpoints(
             checkpointer.save()
         assert checkpointer.nbytes > 0
         digest, loss = run.digest(), run.step()
-    assert names_in(folder) == files_of("torch", 2, 3)  # 2, because the other may not have 3 yet
+    assert names_in(folder) == files_of("torch", 2, 3)  # 2 is kept, because the other rank may not have 3 yet
     run = begin_elsewhere("torch", group, sharded=True)
     assert resume_noting(run, folder) == (3, [])
     assert run.digest() == digest and run.step() == loss
@@ -186,7 +186,7 @@ def test_the_clock_of_rank_0_decides(
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp, every_s=10.0, keep=99) as checkpointer:
         for _ in range(40):
-            now[0] += 1.0 if group.rank == 0 else 0.1  # rank 1's is slow
+            now[0] += 1.0 if group.rank == 0 else 0.1  # rank 1's clock is slow
             checkpointer.step()
             if checkpointer._writer is not None:
                 checkpointer._writer.wait(_PATIENCE_S)
@@ -206,14 +206,14 @@ def pid_of_writer() -> int:
 
 
 def settle(group: Group, checkpointer: Any) -> None:
-    """Wait until what was begun is written, or has failed."""
+    """Wait until the checkpoint in progress is written or has failed."""
     if checkpointer._writer is not None:
         assert checkpointer._writer.wait(_PATIENCE_S)
     group.barrier()
 
 
 def said_by(call: Callable[[], object]) -> list[str]:
-    """What a call of ours warns of, where the program is that called it."""
+    """The RuntimeWarnings of a call, which must point at a line of this test."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -223,7 +223,7 @@ def said_by(call: Callable[[], object]) -> list[str]:
 
 
 def said_while(run: Any, checkpointer: Any) -> list[str]:
-    """What a step warns of."""
+    """The warnings of one step."""
     return said_by(lambda: take_steps(run, checkpointer, 1))
 
 
@@ -257,7 +257,7 @@ def test_training_goes_on_when_the_disk_is_full(group: Group, framework: str, tm
 
 
 @patient_ranks(2)
-def test_what_is_due_waits_for_the_writer_and_survives_it(group: Group, tmp_path: Path) -> None:
+def test_a_due_checkpoint_waits_for_the_writer_and_survives_its_death(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp, every_steps=1, keep=9) as checkpointer:
         take_steps(run, checkpointer, 1)
@@ -288,7 +288,7 @@ def test_what_is_due_waits_for_the_writer_and_survives_it(group: Group, tmp_path
 
 
 @patient_ranks(1)
-def test_closing_waits_no_longer_than_it_is_told_for_a_writer_that_has_written(
+def test_closing_waits_no_longer_than_its_timeout_for_a_writer_that_has_written(
     group: Group, tmp_path: Path
 ) -> None:
     run = begin("torch", group)
@@ -306,7 +306,7 @@ def test_closing_waits_no_longer_than_it_is_told_for_a_writer_that_has_written(
 
 
 @patient_ranks(2)
-def test_saving_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
+def test_saving_stops_waiting_at_the_models_timeout_while_nothing_is_written(
     group: Group, tmp_path: Path
 ) -> None:
     run = begin("torch", group, timeout_s=6)
@@ -332,7 +332,7 @@ def test_saving_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
 
 
 @patient_ranks(2)
-def test_wrong_arguments_are_told_on_every_rank(group: Group, tmp_path: Path) -> None:
+def test_wrong_arguments_are_reported_on_every_rank(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group)
     with pytest.raises(ConfigError, match="a wrapped model"):
         paceline.Checkpointer(tmp_path, run.ddp.module)

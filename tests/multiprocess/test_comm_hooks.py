@@ -66,7 +66,7 @@ def model() -> nn.Module:
 
 
 def gradients_of(ddp: Any, make: Make, rank: int) -> list[torch.Tensor]:
-    """Of four steps, without changing the weights."""
+    """The gradients of four steps; the weights do not change."""
     ddp.register_comm_hook(*make())
     found = []
     for step in range(4):
@@ -77,7 +77,7 @@ def gradients_of(ddp: Any, make: Make, rank: int) -> list[torch.Tensor]:
     return found
 
 
-# Torch's own DDP makes torch import its compiler, which a loaded machine does in a minute.
+# Torch's own DDP makes torch import its compiler, which takes a minute on a busy machine.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @kept_ranks(2, group="gloo", deadline_s=240)
 def test_torchs_hooks_give_what_they_give_in_torch(rank: int) -> None:
@@ -98,7 +98,7 @@ def test_torchs_hooks_over_our_backend(rank: int) -> None:
         plain = gradients_of(DistributedDataParallel(model()), HOOKS["allreduce"], rank)
         for name, make in {**HOOKS, **QUANTIZED}.items():
             if name in ("noop", "post-localSGD"):
-                continue  # these leave each rank its own
+                continue  # these leave each rank its own gradient
             ddp = DistributedDataParallel(model())
             found = gradients_of(ddp, make, rank)
             if name in QUANTIZED:
@@ -134,7 +134,7 @@ def test_builtin_hooks_and_the_fused_optimizer(rank: int) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2, group="gloo")
 def test_a_hook_may_lengthen_its_buffer_for_a_while(rank: int, view: bool) -> None:
-    """As batched PowerSGD does, which torch 2.13 then ends itself: its _orthogonalize refuses the shape."""
+    """Batched PowerSGD does this. It fails itself in torch 2.13, whose _orthogonalize refuses the shape."""
 
     def hook(state: Any, bucket: Any) -> Any:
         flat, count = bucket.buffer(), bucket.buffer().numel()
@@ -213,7 +213,7 @@ def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
 
     with torch_group(rank):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
-        # torch before 2.9 refuses it over any backend but those of GPUs.
+        # torch before 2.9 allows it over backends of GPUs only.
         overlapped = [(zero, False), (interleaved, False)] if torch.__version__ >= "2.9" else []
         for install, view in (*overlapped, (in_backward, False), (in_backward, True)):
             net = two_layers()

@@ -1,4 +1,4 @@
-"""The compression hooks: what is sent adds up to the true means, with the same bits on all ranks."""
+"""The compression hooks: means and kept errors add up to the true means, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness import kept_ranks, ranks
 from tests.multiprocess.torch_groups import needs_backend, torch_group
 
 KINDS = [(Fp16Compression, fp16_hook), (Bf16Compression, bf16_hook), (EightBitCompression, eight_bit_hook)]
-# Of a value, or of the largest in its block: what rounding may take from it.
+# The largest rounding error, relative to a value or to the largest value of its block.
 UNITS = {Fp16Compression: 2.0**-11, Bf16Compression: 2.0**-8, EightBitCompression: 1 / 254}
 
 LARGEST = 0.3  # more than any rank's largest gradient
@@ -51,7 +51,7 @@ def flat(tensors: Any) -> torch.Tensor:
 
 
 def true_mean(net: nn.Module, step: int, weights: list[float]) -> torch.Tensor:
-    """Of all ranks' gradients, in float64 and in one process."""
+    """The mean of all ranks' gradients, computed in float64 in one process."""
     precise = copy.deepcopy(net).double()
     total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64)
     for rank, weight in enumerate(weights):
@@ -61,7 +61,7 @@ def true_mean(net: nn.Module, step: int, weights: list[float]) -> torch.Tensor:
 
 
 def kept(state: Any, net: nn.Module, weights: list[float]) -> torch.Tensor:
-    """What is missing in the means, because ranks have kept it."""
+    """What the means lack because ranks keep it as error feedback, summed over ranks."""
     missing = flat(state.error_of(p) for p in net.parameters()) * weights[dist.get_rank()] / sum(weights)
     dist.all_reduce(missing)
     return missing
@@ -90,7 +90,7 @@ def check_sum_of_means(make: Any, hook: Any, rank: int, weights: list[float]) ->
         true += true_mean(net, step, weights)
         assert_close(received + kept(state, net, weights), true, rtol=2e-6, atol=2e-7)
     missing = kept(state, net, weights).abs().max()
-    assert 0 < missing < 2 * LARGEST * UNITS[make]  # not that of eight steps
+    assert 0 < missing < 2 * LARGEST * UNITS[make]  # the error of one step, not the sum of eight
     assert len(state._codes._buckets) > 1
 
 
@@ -133,7 +133,7 @@ def gradients_of(ddp: Any, state: Any, hook: Any, rank: int) -> torch.Tensor:
 @needs_backend
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @kept_ranks(2, group=None)
-def test_16_bits_are_torchs_hooks_to_a_rounding(rank: int) -> None:
+def test_16_bit_hooks_match_torchs_up_to_rounding(rank: int) -> None:
     with torch_group(rank):
         for make, hook, theirs in (
             (Fp16Compression, fp16_hook, default_hooks.fp16_compress_hook),
@@ -147,7 +147,7 @@ def test_16_bits_are_torchs_hooks_to_a_rounding(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_what_is_not_finite_arrives_so_and_is_gone_with_the_next_step(rank: int) -> None:
+def test_nonfinite_values_arrive_and_are_gone_in_the_next_step(rank: int) -> None:
     for make, hook in KINDS:
         state = make()
         ddp = DistributedDataParallel(nn.Linear(8, 2, bias=False), nonfinite="ignore")

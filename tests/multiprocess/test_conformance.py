@@ -1,4 +1,4 @@
-"""What one front end promises, the other one promises: each scenario is written once and run for both.
+"""Scenarios that both front ends must pass: each is written once and run for both.
 
 The reference is plain numpy on the whole batch, in float64.
 """
@@ -47,8 +47,8 @@ def close(found: Arrays, expected: Arrays) -> None:
 
 def same_on_all_ranks(arrays: Arrays, group: object) -> None:
     for array in arrays:
-        everybodys = group.all_gather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        assert all(np.array_equal(everybodys[0], other) for other in everybodys)
+        gathered = group.all_gather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        assert all(np.array_equal(gathered[0], other) for other in gathered)
 
 
 @both
@@ -74,10 +74,10 @@ def test_training_equals_one_process_with_the_whole_batch(group: object, framewo
 @on_two_ranks
 def test_the_layout_of_buckets_is_reported(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()
-    # The second layer, of 40 and 8 bytes, just fits into the first bucket: the one begins at byte 0 or 64.
+    # The second layer just fits into the first bucket: one parameter begins at byte 0, the other at byte 64.
     wrapped = do.wrap(do.network(), group, bucket_cap_mb_list=[104 / 2**20, 25])
     planned = wrapped.bucket_layout()
-    # In reverse order of registration, before a backward has shown the true one.
+    # Reverse order of registration, before a backward has shown the order of the gradients.
     assert [bucket.parameters for bucket in planned] == [("2.bias", "2.weight"), ("0.bias", "0.weight")]
     do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
     seen = wrapped.bucket_layout()
@@ -131,7 +131,7 @@ def test_accumulation_and_several_backwards(group: object, framework: str, view:
 @both
 @on_two_ranks
 def test_weights_give_the_mean_over_all_samples(group: object, framework: str) -> None:
-    """Rank 0 has micro-batches of 1 and 3 samples, rank 1 of 2, and one that does not count."""
+    """Rank 0 has micro-batches of 1 and 3 samples; rank 1 has one of 2 samples and one of weight 0."""
     do, x = adapter(framework), batch(6)
     parts = [x[:1], x[1:4]] if group.rank == 0 else [x[4:], np.full((5, 4), np.nan, np.float32)]
     expected = reference.gradients(reference.initial(), x)
@@ -164,7 +164,7 @@ def test_hooks_of_users_see_gradients_without_weights(group: object, framework: 
     expected = [np.average(column, axis=0, weights=weights) for column in zip(*clipped)]
     model = do.network()
     wrapped = do.wrap(model, group)
-    wrapped.weight(1.0)  # before there are hooks of the user
+    wrapped.weight(1.0)  # before the user registers hooks
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clip(-0.1, 0.1))
     for which, is_last in enumerate((False, True), 2 * group.rank):
@@ -192,7 +192,7 @@ def test_weights_leave_gradients_alone_that_no_micro_batch_touches(
         for is_last in (False, True):
             wrapped.require_backward_grad_sync = wrapped.grad_need_sync = is_last
             with wrapped.weight(1 + group.rank * is_last), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # for Paddle these parameters got no gradient
+                warnings.simplefilter("ignore")  # Paddle's front end warns of parameters without a gradient
                 do.backward(do.loss(wrapped, x, branch))
         after = do.as_float64(model.left.weight.grad)
         close([after], [before])
@@ -211,7 +211,7 @@ def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, frame
         do.backward(do.loss(wrapped, halves[group.rank]))
         do.step(model)
     wrapped.finish()
-    assert wrapped.num_good_passes == 3  # the one in which nobody had data has averaged nothing
+    assert wrapped.num_good_passes == 3  # the last backward, in which no rank had data, averaged nothing
     close(do.parameters(model), reference.trained([x, halves[1], halves[1]]))
     same_on_all_ranks(do.parameters(model), group)
     do.clear(wrapped)
@@ -235,7 +235,7 @@ def test_finished_twice_without_a_backward_between(group: object, framework: str
 @both
 @on_two_ranks
 def test_a_rank_without_data_weighs_as_before_after_an_error(group: object, framework: str) -> None:
-    """It weighs nothing in the others' steps; what one of them raises may be caught, and training go on."""
+    """finish() gives it weight 0 in the others' steps; after an error that is caught, it counts again."""
     do, x = adapter(framework), batch()
     model = do.network()
     wrapped = do.wrap(model, group, nonfinite="raise")
@@ -256,14 +256,14 @@ def test_norm_and_clipping(group: object, framework: str) -> None:
     model = do.network()
     wrapped = do.wrap(model, group)
     expected = reference.gradients(reference.initial(), x)
-    for _ in range(3):  # computed at first, known afterwards
+    for _ in range(3):  # the first norm is computed, the later ones come with the backward
         do.clear(wrapped)
         do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
         assert wrapped.grad_norm() == pytest.approx(reference.norm(expected), rel=1e-5)
         assert float(wrapped.clip_grad_norm_(0.5)) == pytest.approx(reference.norm(expected), rel=1e-5)
         close(do.gradients(model), [g * 0.5 / reference.norm(expected) for g in expected])
         same_on_all_ranks(do.gradients(model), group)
-        # It has been changed, so the norm that the backward found is not that of the gradient any more.
+        # Clipping changed the gradient, so the norm that came with the backward is out of date.
         assert float(wrapped.clip_grad_norm_(9.0)) == pytest.approx(0.5, rel=1e-4)
 
 
@@ -303,7 +303,7 @@ def test_parameters_that_one_rank_does_not_use(group: object, framework: str) ->
         backwards.append(do.gradients(model))
         assert all(g is not None and g.any() for g in backwards[-1])
         same_on_all_ranks(backwards[-1], group)
-        # nothing of an earlier backward takes the place of what is missing
+        # no gradient of an earlier backward replaces a missing one
         close(backwards[-1], backwards[0])
 
 
@@ -317,7 +317,7 @@ def test_a_skipped_backward_is_named_on_every_rank(group: object, framework: str
         loss = do.loss(wrapped, x)
     with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped"):
         do.backward(loss)
-    do.backward(do.loss(wrapped, x))  # the next one is good
+    do.backward(do.loss(wrapped, x))  # the next backward succeeds
 
 
 @both
@@ -336,7 +336,7 @@ def test_different_models_are_refused_on_every_rank(group: object, framework: st
         do.freeze(model[2].bias)
     with pytest.raises(ModelMismatchError, match=r"(?s)'2\.bias': trainable differs.*rank 2: "):
         do.wrap(model, group)
-    do.backward(do.loss(do.wrap(do.network(), group), batch()))  # nothing is left of them
+    do.backward(do.loss(do.wrap(do.network(), group), batch()))  # the refused wrappers leave nothing behind
 
 
 @both
@@ -364,7 +364,7 @@ def test_a_late_rank_is_an_error_at_the_time_out(group: object, framework: str) 
     do, x = adapter(framework), batch()
     wrapped = do.wrap(do.network(), group, timeout_s=3.0)
     do.backward(do.loss(wrapped, x))
-    use_up()  # the process group has a call that one rank did not make
+    use_up()  # one rank does not make a call of the process group
     if group.rank == 1:
         until_told("raised", [0])
         return
@@ -389,10 +389,10 @@ def test_buffers_are_broadcast_averaged_or_left_alone(group: object, framework: 
         wrapped = do.wrap(model, group, **options)
         do.backward(do.loss(wrapped, own))
         found[name] = do.statistic(model)
-        everybodys = group.all_gather(found[name])
-        assert np.array_equal(everybodys[0], everybodys[1]) == (name != "local")
+        gathered = group.all_gather(found[name])
+        assert np.array_equal(gathered[0], gathered[1]) == (name != "local")
         if name == "local":
             wrapped.sync_buffers()
-            assert_array_equal(do.statistic(model), everybodys[0])
+            assert_array_equal(do.statistic(model), gathered[0])
     with pytest.raises(ConfigError, match="is not usable"):
         do.wrap(do.normalised(), group, buffers={"*": "shout"})

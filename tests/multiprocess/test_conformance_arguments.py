@@ -1,4 +1,4 @@
-"""What arguments of both constructors promise: each scenario is written once and run for both front ends."""
+"""Arguments of both constructors: each scenario is written once and run for both front ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.test_conformance import adapter, both, on_two_ranks
 
 over_groups = pytest.mark.parametrize("framework", ["torch.distributed", "paddle.distributed"])
-ODD = 2  # of 3 ranks, whose replica drifts
+ODD = 2  # the one of 3 ranks whose replica drifts
 
 
 def clear(model: Any) -> None:
-    """Zeros would count as gradients."""
+    """Set gradients to None, because zeros would count as gradients."""
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -36,7 +36,7 @@ def test_a_graph_that_changes_against_the_promise(group: Any, framework: str) ->
         do.backward(do.loss(wrapped, x, "left"))
         assert model.left.weight.grad is not None
     with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
-        # Rank 1 leaves its way; rank 0 is told as well.
+        # Rank 1 uses another branch; rank 0 gets the error as well.
         do.backward(do.loss(wrapped, x, "right" if group.rank else "left"))
     assert caught.value.changed == ("left.weight", "left.bias", "right.weight", "right.bias")
     assert "left.weight" in str(caught.value) and "rank 1" in str(caught.value)
@@ -49,7 +49,7 @@ def test_caps_of_single_buckets(group: Any, framework: str) -> None:
     model = do.layers(5, 16)  # 1 KiB each
     wrapped = do.wrap(model, group, bucket_cap_mb=25, bucket_cap_mb_list=[kib, 3 * kib, kib])
     assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
-    for _ in range(2):  # the second backward has the order of the first
+    for _ in range(2):  # the second backward uses the order that the first has shown
         clear(model)
         do.backward(do.loss(wrapped, np.full((1, 16), 1.0 + group.rank, np.float32)))
         assert all(gradient.any() for gradient in do.gradients(model))
@@ -58,10 +58,12 @@ def test_caps_of_single_buckets(group: Any, framework: str) -> None:
 
 @over_groups
 @on_two_ranks
-def test_what_nobody_uses_is_not_sent(group: Any, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globally_unused_parameters_are_not_sent(
+    group: Any, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     do, dist = adapter(framework), importlib.import_module(framework)
     sent: list[int] = []
-    # With torch the group's backend itself is called.
+    # Torch's front end calls the group's backend itself.
     owner, name = dist, "all_reduce"
     if hasattr(dist, "ProcessGroup"):
         owner, name = importlib.import_module("torch._C._distributed_c10d").Backend, "allreduce"
@@ -83,8 +85,8 @@ def test_what_nobody_uses_is_not_sent(group: Any, framework: str, monkeypatch: p
         bucket_cap_mb_list=[8 / 2**20],
     )
     x = np.full((1, 4), 1.0 + group.rank, np.float32)
-    bytes_of_a_layer = 2 * 64  # each place begins a cache line
-    # The first backward makes the plan, and the second is the first with it.
+    bytes_of_a_layer = 2 * 64  # each gradient begins a cache line
+    # The first backward makes the plan of buckets, which the second is the first to use.
     branches = ("left", "left", "left", "both", "both", "right", "right")
     for branch, layers in zip(branches, (3, 3, 1, 2, 2, 2, 1), strict=True):
         sent.clear()
@@ -136,7 +138,7 @@ def test_a_parameter_that_one_rank_alone_writes_is_found_when_it_has_its_turn(
     group: Any, framework: str, layer: int
 ) -> None:
     do, x = adapter(framework), batch(2, seed=group.rank)
-    model = do.layers(16, 4)  # of whose parameters a backward looks at four
+    model = do.layers(16, 4)  # each backward checks four of its parameters
     wrapped = do.wrap(model, group)
     for number in range(8):
         do.clear(wrapped)

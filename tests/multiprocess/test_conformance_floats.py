@@ -1,4 +1,4 @@
-"""The same bits on all ranks, in both front ends, whatever one of them has told its processor of floats."""
+"""All ranks get the same bits, in both front ends, whatever floating-point mode one of them has set."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ COLUMNS = 40
 
 
 def kinds(framework: str) -> list[str]:
-    """torch alone can flush subnormals."""
+    """Only torch can flush subnormals."""
     return KINDS if framework.startswith("torch") else ROUNDINGS
 
 
 @pytest.mark.parametrize("framework", ["torch.distributed", "paddle.distributed"])
 @on_two_ranks
-def test_a_mean_of_another_engine_that_is_corrected(group: Any, framework: str) -> None:
+def test_a_corrected_mean_of_another_process_group(group: Any, framework: str) -> None:
     do = adapter(framework)
     for dtype in do.MEANS:
-        model = do.Factors(dtype)  # its gradient is what it is called with, bit for bit
-        wrapped = do.wrap(do.sequence(model), group)  # whose weight would hide `weight` of Paddle's wrapper
+        model = do.Factors(dtype)  # its gradient equals its argument, bit for bit
+        wrapped = do.wrap(do.sequence(model), group)  # its weight would hide `weight` of Paddle's wrapper
         first, second = (do.rounded(delicate(rank, COLUMNS), dtype) for rank in range(2))
         expected = np.tile((first + 2 * second) / 3, (3, 1))
         for floats in kinds(framework):
             do.clear(model)
             loss = wrapped(delicate(group.rank, COLUMNS))
             with other_floats(floats if group.rank == 1 else None):
-                # 3 in all, where an equal share of each was expected: all ranks correct the sum.
+                # The weights 1 and 2 come after a forward that assumed equal ones: all ranks correct the sum.
                 wrapped.weight(group.rank + 1)
                 do.backward(loss)
             same_on_all_ranks([do.bits(model.weight.grad)], group)
             got, resolution = do.as_float64(model.weight.grad), do.resolution(dtype)
-            # Every second column is subnormal, also of the 16-bit type with the range of float32.
+            # The other columns are subnormal, also in bfloat16, which has the range of float32.
             assert_allclose(
                 got[:, 1::2], expected[:, 1::2], 4 * resolution, 4e-4 * resolution, err_msg=floats
             )

@@ -1,4 +1,4 @@
-"""Communication hooks in both front ends: each scenario is written once."""
+"""Communication hooks in both front ends: each scenario is written once and run for both."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ with_hooks = pytest.mark.parametrize("framework", ["torch.distributed", "paddle"
 
 @with_hooks
 @on_two_ranks
-def test_error_feedback_brings_what_is_too_small_for_a_code(group: Any, framework: str) -> None:
-    """A large value in the block makes 8 bits round the small ones to 0, each time."""
+def test_error_feedback_sends_values_that_are_too_small_for_a_code(group: Any, framework: str) -> None:
+    """A large value in the block makes the 8-bit code round the small ones to 0 in each step."""
     do = adapter(framework)
     compression = importlib.import_module(f"paceline.{framework.partition('.')[0]}.compression")
     x = np.full(40, 0.001, np.float32)

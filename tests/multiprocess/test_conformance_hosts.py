@@ -1,6 +1,6 @@
-"""Ranks of several hosts that fail, in both front ends: whoever is on another host learns of it as well.
+"""Failures of a rank in a job of several hosts, in both front ends: ranks of other hosts get the error, too.
 
-Each rank says on which host it is; the framework's process group lies between the hosts.
+Each rank says on which host it is; the framework's process group connects the hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.several_hosts import be_on_host
 BLOCKS = (0, 0, 1, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
 ALONE = (0, 1, 2, 3)
-PATIENT_S = 90.0  # no rank waits for it where it is reported at once
-BOUND_S = 60.0  # of a busy machine
+PATIENT_S = 90.0  # no rank waits this long when the failure is reported at once
+BOUND_S = 60.0  # enough on a busy machine
 FAILS = 3
 
 paths = pytest.mark.parametrize(
@@ -44,11 +44,11 @@ paths = pytest.mark.parametrize(
 
 
 def wrap(rank: int, framework: str, layout: tuple[int, ...], **options: Any) -> tuple[ModuleType, Any]:
-    """The framework's adapter, and a model that has made two steps over these hosts."""
+    """The framework's adapter, and a wrapped model that has made two backwards over these hosts."""
     be_on_host(layout[rank])
     adapter(f"{framework}.distributed").join(rank, len(layout))
     do = adapter(framework)
-    meet("joined", rank)  # here and below: a short deadline is for the step that nobody is to make
+    meet("joined", rank)  # here and below: a short timeout must cover only the backward under test
     wrapped = do.wrap(do.network(), None, **options)
     assert wrapped.gradient_path == ("group" if options.get("reduce_through") == "group" else "hosts")
     for step in range(2):
@@ -88,15 +88,15 @@ def test_the_text_of_an_exception_is_reported_at_once(
     do, wrapped = wrap(rank, framework, layout, timeout_s=PATIENT_S, reduce_through=through)
     if rank == FAILS:
         error = ValueError("the cause")
-        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
-        until_told("raised", range(FAILS))  # a process with a framework in it takes long to end
+        sys.excepthook(ValueError, error, None)  # the harness keeps it from the interpreter
+        until_told("raised", range(FAILS))  # a process that has imported a framework takes long to exit
         raise error
     started = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         backward(do, wrapped, 2, rank)
     tell("raised", rank)
     assert time.monotonic() - started < BOUND_S
-    until_told("raised", range(FAILS))  # nor has any other one ended before
+    until_told("raised", range(FAILS))  # and no other rank exits before
     assert "the cause" in str(caught.value) and caught.value.lost == (FAILS,), str(caught.value)
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     with pytest.raises(DeadlineError) as caught:
         backward(do, wrapped, 2, rank)
     assert FAILS in caught.value.late, str(caught.value)
-    if layout != ALONE:  # rank 2 shares memory with it, and reports to the others
+    if layout != ALONE:  # rank 2 shares memory with rank 3, and reports to the other hosts
         assert caught.value.late == (FAILS,), str(caught.value)
     tell("raised", rank)
 
@@ -138,7 +138,7 @@ def test_an_error_of_forward_that_a_rank_has_caught_is_quoted(
         model[0].weight = do.network()[0].weight
         with pytest.raises(ConfigError, match=r"replaced: 0\.weight"):
             do.loss(wrapped, batch())
-        return  # as a script that catches the error, and ends
+        return  # like a script that catches the error and exits
     with pytest.raises(PeerLostError) as caught:
         do.backward(do.loss(wrapped, batch()))
     assert caught.value.lost == (1,)

@@ -1,4 +1,4 @@
-"""An exception in backward that the script catches, in both front ends: what it clears then stays cleared.
+"""The script catches an exception of backward, in both front ends: gradients that it clears stay cleared.
 
 The reference is plain numpy on the whole batch, in float64.
 """
@@ -43,7 +43,7 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
         group,
         gradient_as_bucket_view=view,
         find_unused_parameters=unused,
-        bucket_cap_mb=0.00005,  # each gradient on its way as soon as it is there
+        bucket_cap_mb=0.00005,  # each gradient is reduced as soon as it is ready
     )
     for _ in range(2):
         do.backward(do.loss(wrapped, own))
@@ -51,7 +51,7 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
         do.clear_in_place(model)
         loss = do.loss(wrapped, own)
         model[place].is_set = True
-        if group.rank == 0:  # rank 1 has handed its gradients over, raised, and cleared them
+        if group.rank == 0:  # rank 1 has marked its gradients ready, raised, and cleared them
             group.barrier()
         with pytest.raises(OSError, match="backward of a trap"):
             do.backward(loss)
@@ -61,7 +61,7 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
             group.barrier()
         group.barrier()
         assert all_zero(do.gradients(model))
-        loss = do.loss(wrapped, own)  # ends the backward that was broken off
+        loss = do.loss(wrapped, own)  # ends the interrupted backward
         assert all_zero(do.gradients(model))
         do.backward(loss)
         close(do.gradients(model), reference.gradients(reference.initial(), x))
@@ -72,10 +72,10 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
 @both
 @views
 @on_two_ranks
-def test_all_ranks_raise_where_those_that_have_data_were_interrupted(
+def test_all_ranks_raise_if_those_that_have_data_are_interrupted(
     group: Any, framework: str, view: bool
 ) -> None:
-    """The rank that has none does not step with what was left of the backward."""
+    """The rank without data does not step with what was left of the backward."""
     do, x = adapter(framework), batch()
     own = np.split(x, 2)[group.rank]
     model = do.trapped()
@@ -127,14 +127,14 @@ def test_a_weighed_micro_batch_that_raised_leaves_no_weight(group: Any, framewor
 @both
 @on_two_ranks
 def test_scripts_that_catch_errors_step_by_step_stay_in_step(group: Any, framework: str, how: str) -> None:
-    """Each rank raises once for the exception of one, and all go on with the same step."""
+    """Each rank raises once for an exception of one rank, and all go on with the same step."""
     do, batches = adapter(framework), [batch(seed=seed) for seed in range(6)]
     model = do.trapped()
     wrapped = do.wrap(model, group, bucket_cap_mb=0.00005)
     given = 1.0 + 2 * group.rank if how == "weights" else 1.0
     weights = [1.0, 3.0] if how == "weights" else [1.0, 1.0]
     caught: list[str] = []
-    waiting: list[Any] = []  # losses whose forward was made a step ahead
+    waiting: list[Any] = []  # losses of forwards that were run one step ahead
     for step, x in enumerate(batches):
         fails = step in (1, 2, 4) and group.rank == step % 2
         own = np.split(x, 2)[group.rank]

@@ -1,4 +1,4 @@
-"""With `weight=`, a backward weighs what the forwards weigh that it goes through, whatever others there were.
+"""With `weight=`, a backward has the weight of the forwards that it goes through, whatever others there were.
 
 The reference is plain numpy on the whole batch, in float64.
 """
@@ -33,7 +33,7 @@ def means(*batches: np.ndarray) -> Arrays:
 
 
 class Lost:
-    """Forwards that never get a backward, with other weights than those that do."""
+    """Runs forwards that never get a backward, with other weights than those that do."""
 
     def __init__(self, do: Any, wrapped: Any, rank: int, how: str) -> None:
         self._do, self._wrapped, self._rows, self._how = do, wrapped, 9 - 8 * rank, how
@@ -70,7 +70,7 @@ def test_a_forward_without_a_backward_weighs_nothing(
 @both
 @hows
 @on_two_ranks
-def test_one_between_a_forward_and_its_backward_weighs_nothing(
+def test_a_lost_forward_between_a_forward_and_its_backward_weighs_nothing(
     group: object, framework: str, how: str
 ) -> None:
     do, x = adapter(framework), batch(8)
@@ -86,7 +86,7 @@ def test_one_between_a_forward_and_its_backward_weighs_nothing(
 @both
 @hows
 @on_two_ranks
-def test_one_between_micro_batches_weighs_nothing(group: object, framework: str, how: str) -> None:
+def test_a_lost_forward_between_micro_batches_weighs_nothing(group: object, framework: str, how: str) -> None:
     do, x = adapter(framework), batch(16)
     model = do.network()
     wrapped = do.wrap(model, group, weight=len)
@@ -128,11 +128,11 @@ def test_each_of_several_backwards_weighs_what_its_own_forward_does(group: objec
     do, batches = adapter(framework), (batch(8), batch(4, seed=3))
     model = do.network()
     wrapped = do.wrap(model, group, weight=len)
-    shares = [own(x, group.rank) for x in batches]
-    shares[1] = np.split(batches[1], [3])[group.rank]  # the ranks' weights the other way round
+    inputs = [own(x, group.rank) for x in batches]
+    inputs[1] = np.split(batches[1], [3])[group.rank]  # the ranks' weights the other way round
     for order in ((0, 1), (1, 0)):
         do.clear(wrapped)
-        losses = [do.loss(wrapped, share) for share in shares]
+        losses = [do.loss(wrapped, x) for x in inputs]
         for number in order:
             do.backward(losses[number])
         close(do.gradients(model), means(*batches))
@@ -220,7 +220,7 @@ def test_outputs_that_are_no_plain_tensors(group: object, framework: str, how: s
 @both
 @on_two_ranks
 def test_a_forward_that_may_have_a_backward_or_none_is_refused(group: object, framework: str) -> None:
-    """Its output is in an object in which nobody looks for tensors."""
+    """Its output is in an object in which the wrapper does not look for tensors."""
     do, x = adapter(framework), batch(8)
     model = do.Packed("object")
     wrapped = do.wrap(model, group, weight=len)
@@ -296,7 +296,7 @@ def test_a_recomputed_forward_weighs_once(group: object, framework: str, how: st
 @both
 @on_two_ranks
 def test_two_forwards_that_one_backward_makes_again(group: object, framework: str) -> None:
-    """With torch each has a backward of its own; with Paddle the second comes too late to be weighed."""
+    """With torch each has its own backward; with Paddle the second is recomputed too late to be weighed."""
     do, x = adapter(framework), batch(8)
     model = do.network()
     wrapped = do.wrap(model, group, weight=len)
@@ -314,7 +314,7 @@ def test_two_forwards_that_one_backward_makes_again(group: object, framework: st
 @hows
 @on_two_ranks
 def test_a_penalty_of_gradients_weighs_what_its_forward_does(group: object, framework: str, how: str) -> None:
-    """And two more terms, each of another forward, as in the loss of a critic."""
+    """The loss has two more terms, each of another forward, as the loss of a critic has."""
     do, batches = adapter(framework), [batch(8), batch(8, seed=3), batch(8, seed=4)]
     alone, model = do.network(), do.network()
     weights = ((1.0, 3.0), (5.0, 1.0), (2.0, 7.0))
@@ -365,7 +365,7 @@ def test_forwards_without_a_backward_beside_options(
 @both
 @on_two_ranks
 def test_a_backward_after_one_that_has_raised(group: object, framework: str) -> None:
-    """Without a forward between them."""
+    """There is no forward between the two backwards."""
     do, x = adapter(framework), batch(8)
     model = do.trapped()
     wrapped = do.wrap(model, group, weight=len)

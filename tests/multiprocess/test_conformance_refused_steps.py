@@ -18,10 +18,10 @@ from tests.multiprocess.test_conformance import adapter, close
 from tests.several_hosts import be_on_host
 
 LR, MOMENTUM = 0.1, 0.5
-LONG_S = 90.0  # nobody waits for it: the others learn of it at once
+LONG_S = 90.0  # no rank waits this long: the others get the error at once
 frameworks = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
-# The host of each rank, and what is asked of the wrapper and of the optimizer.
+# The host of each rank, options of the wrapper, and options of the optimizer.
 KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "own": ((0, 0), {}, {}),
     "shared": ((0, 0), {"share_parameters": True}, {}),
@@ -36,10 +36,10 @@ KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 
 
 class Training:
-    """One rank's model and optimizer, after two steps, and what they have to be.
+    """One rank's model and optimizer after two steps, and the expected parameters.
 
     Args:
-        size: Of the matrices; so small that some ranks have no part, or larger.
+        size: Width of the square matrices; with 1 only one rank has a shard.
     """
 
     def __init__(self, rank: int, framework: str, kind: str, size: int = 60) -> None:
@@ -52,7 +52,7 @@ class Training:
         self.model = self.do.layers(2 if size > 1 else 1, size)
         self.wrapped = self.do.wrap(self.model, None, timeout_s=LONG_S, **wrapping)
         self.optimizer = self.do.sharded(self.wrapped, LR, MOMENTUM, timeout_s=LONG_S, **options)
-        self.has_part = bool(self.optimizer._shards.own)
+        self.has_shard = bool(self.optimizer._shards.own)
         self.expected = [each.astype(np.float64) for each in self.do.parameters(self.model)]
         self.velocity = [np.zeros_like(each) for each in self.expected]
         self.number = 0
@@ -94,27 +94,27 @@ def plain(first: str, second: str) -> pytest.MarkDecorator:
 
 
 def refuse(training: Training, when: str) -> None:
-    """A step that raises on this rank if it has a part of it, and on every other rank that has."""
-    training.do.Refusing.refuses = when if training.has_part else None
+    """Make a step in which the optimizer of each rank that has a shard raises."""
+    training.do.Refusing.refuses = when if training.has_shard else None
     training.backward()
-    with pytest.raises(ValueError if training.has_part else ConfigError, match="no such step"):
+    with pytest.raises(ValueError if training.has_shard else ConfigError, match="no such step"):
         training.optimizer.step()
     training.do.Refusing.refuses = None
 
 
-@pytest.mark.parametrize("size", [60, 1])  # of matrices that each rank has a part of, or one rank alone
+@pytest.mark.parametrize("size", [60, 1])  # of matrices of which each rank has a shard, or only one rank
 @kinds
 @frameworks
 @kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
 def test_a_step_that_all_ranks_refuse_is_an_error_of_the_call(
     rank: int, framework: str, kind: str, world_size: int, size: int
 ) -> None:
-    """Nothing was written: the model goes on, and so do the optimizer and the group."""
+    """Nothing was written, so the model, the optimizer and the group remain usable."""
     training = Training(rank, framework, kind, size)
     for _ in range(2):
         refuse(training, "before")
         training.check()
-        training.optimizer.step()  # with the gradients that are there
+        training.optimizer.step()  # with the same gradients
         training.expect_step()
         training.check()
         training.step()
@@ -136,13 +136,13 @@ def test_a_journal_takes_back_what_a_refused_step_has_written(
 
 @plain("torch", "paddle")
 @kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
-def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
+def test_a_step_in_which_all_ranks_raise_after_writing_is_partial(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
     training = Training(rank, framework, kind)
     training.backward()
-    training.do.Refusing.refuses = "after" if training.has_part else None
-    with pytest.raises(ValueError if training.has_part else PeerLostError, match="no such step"):
+    training.do.Refusing.refuses = "after" if training.has_shard else None
+    with pytest.raises(ValueError if training.has_shard else PeerLostError, match="no such step"):
         training.optimizer.step()
     tell("has raised", rank)
     until_told("has raised", range(world_size))
@@ -152,10 +152,10 @@ def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
 
 @plain("paddle", "torch")
 @kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
-def test_a_step_that_one_rank_refuses_is_half_made(
+def test_a_step_that_one_rank_refuses_is_partial(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
-    """The others have written their parts. All know at once, and no rank goes on with half of a step."""
+    """The others have written their shards. All ranks raise at once, and none goes on with a partial step."""
     training = Training(rank, framework, kind)
     training.backward()
     training.do.Refusing.refuses = "before" if rank == 1 else None
@@ -173,7 +173,7 @@ def test_a_step_that_one_rank_refuses_is_half_made(
 @journals
 @frameworks
 @kept_ranks("world_size", group=None, framework="framework")
-def test_with_a_journal_the_others_make_the_part_of_a_rank_that_refuses(
+def test_with_a_journal_the_others_update_the_shard_of_a_rank_that_refuses(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
     training = Training(rank, framework, kind)

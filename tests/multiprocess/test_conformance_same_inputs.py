@@ -1,4 +1,4 @@
-"""All ranks that train on the same samples: a warning, and none where inputs are alike for another reason."""
+"""A warning if all ranks train on the same samples, and none if inputs are equal for another reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA = np.random.default_rng(5).standard_normal((_STEPS, 8, 4)).astype(np.float
 
 
 def warned(group: object, framework: str, batch_of: Callable[[int], np.ndarray]) -> list[str]:
-    """What is said of the inputs while a model trains."""
+    """Train a model, and return the warnings about equal inputs."""
     do = adapter(framework)
     model = do.network()
     wrapped = do.wrap(model, group)
@@ -41,7 +41,7 @@ def test_a_forgotten_sampler(group: object, framework: str) -> None:
 
 
 def drawn_alike(step: int) -> np.ndarray:
-    """As a benchmark draws its input after it has seeded all ranks alike."""
+    """An input as a benchmark draws it after it has seeded all ranks alike."""
     if not step:
         random.seed(3)
         np.random.seed(3)

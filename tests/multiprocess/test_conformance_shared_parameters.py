@@ -1,6 +1,6 @@
-"""Parameters that two wrapped models hold, in both front ends: each averages in backwards of its own outputs.
+"""Parameters of two wrapped models, in both front ends: each averages in backwards of its own outputs.
 
-The reference is the framework itself, in one process with the whole batch and nothing wrapped.
+The reference is the framework itself without a wrapper, in one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.multiprocess.test_conformance import (
 
 
 def check_gradients(do: Any, group: Any, pair: Any, alone: Any) -> None:
-    """Those of two wrapped models are those of the same two alone, and the same on all ranks."""
+    """Gradients of two wrapped models equal those of the unwrapped models, and are the same on all ranks."""
     for ours, expected in zip(pair, alone):
         found, wanted = do.gradients(ours), do.gradients(expected)
         assert [g is None for g in found] == [g is None for g in wanted]
@@ -61,11 +61,13 @@ def test_a_network_that_is_wrapped_anew(group: Any, framework: str, view: bool, 
 @both
 @views
 @on_two_ranks
-def test_after_its_wrapper_is_gone_a_network_waits_for_nobody(group: Any, framework: str, view: bool) -> None:
+def test_after_its_wrapper_is_gone_a_network_waits_for_no_rank(
+    group: Any, framework: str, view: bool
+) -> None:
     do, x = adapter(framework), batch()
     model = do.network()
     loss = do.loss(do.wrap(model, group, gradient_as_bucket_view=view), np.split(x, 2)[group.rank])
-    do.backward(loss)  # the wrapper is gone before it
+    do.backward(loss)  # the wrapper has been freed before
     close(do.gradients(model), reference.gradients(reference.initial(), x))
     if group.rank == 0:
         do.clear(model)
@@ -102,7 +104,7 @@ def test_two_models_with_one_encoder(group: Any, framework: str, view: bool, unu
         for models, part in ((wrapped, np.split(x, 2)[group.rank]), (alone, x)):
             backward(models, part, number)
         check_gradients(do, group, pair, alone)
-        if number == 1:  # the others accumulate
+        if number == 1:  # the other backwards accumulate
             for each in (*pair, *alone):
                 do.clear(each)
 
@@ -139,7 +141,7 @@ def test_two_models_of_which_ranks_use_other_parameters(
 
 
 def _means(parameters: Any, branches: Any, x: np.ndarray) -> list[np.ndarray]:
-    """The mean gradients of one model of two linear layers, of which each rank uses these branches."""
+    """The mean gradients of a model of two linear layers; `branches` says which ones each rank uses."""
     sums = [np.zeros_like(parameter, np.float64) for parameter in parameters]
     for part, branch in zip(np.split(x.astype(np.float64), 2), branches):
         used = [number for number, name in enumerate(("left", "right")) if branch in (name, "both")]
@@ -150,7 +152,7 @@ def _means(parameters: Any, branches: Any, x: np.ndarray) -> list[np.ndarray]:
     return [each / 2 for each in sums]
 
 
-ROWS = [2]  # of the whole batch rank 0 has two rows, and rank 1 the others
+ROWS = [2]  # rank 0 has two rows of the whole batch, rank 1 the others
 
 
 @both
@@ -179,7 +181,7 @@ def test_weights_of_two_models_with_one_encoder(group: Any, framework: str, weig
         for models, part in ((wrapped, np.split(x, ROWS)[group.rank]), (alone, x)):
             backward(models, part, number)
         check_gradients(do, group, pair, alone)
-        if number == 1:  # the others accumulate
+        if number == 1:  # the other backwards accumulate
             for each in (*pair, *alone):
                 do.clear(each)
 
@@ -212,7 +214,7 @@ def test_weights_that_one_gradient_of_two_models_cannot_have(group: Any, framewo
             with first.no_sync(), second.no_sync():
                 backward(first, second)
             backward(first, second)
-        else:  # the other's mean is in what the second micro-batch would be added to
+        else:  # the second micro-batch would be added to the other model's mean
             for is_last in (False, True):
                 with contextlib.nullcontext() if is_last else first.no_sync():
                     first.weight(len(x))
@@ -222,7 +224,7 @@ def test_weights_that_one_gradient_of_two_models_cannot_have(group: Any, framewo
     assert ("rank 1 of 2" if "rank 1" in how else "all 2 ranks") in str(found.value)
     for each in pair:
         do.clear(each)
-    for each in (first, second):  # the ranks go on together
+    for each in (first, second):  # all ranks can go on
         each.weight(len(x))
         do.backward(do.loss(each, x))
     same_on_all_ranks(do.gradients(pair[1]), group)
