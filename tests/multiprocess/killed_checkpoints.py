@@ -29,7 +29,7 @@ COUNT = 300_000
 
 
 class Array:
-    """As much of a tensor as a checkpoint needs."""
+    """The part of a tensor's interface that a checkpoint needs."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.shape, self.dtype = values, values.shape, values.dtype

@@ -17,7 +17,7 @@ BARRIER, ALL_REDUCE = CALL_KINDS["barrier"], CALL_KINDS["all_reduce"]
 def until(condition: Callable[[], Any]) -> Any:
     """Poll until the condition is true, and return its value.
 
-    There is no event to wait for when the condition is where another thread or rank is.
+    It polls, because there is no event for what another thread or rank is doing.
     """
     end = time.monotonic() + WAIT_S
     while not (found := condition()):

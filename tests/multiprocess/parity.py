@@ -29,7 +29,7 @@ INTRODUCTION = (
 )
 
 REMARKS: Mapping[str, str] = {
-    # Arguments, and names of attributes and methods, that one class has and the other has not.
+    # Arguments, attributes and methods that only one of the classes has.
     "layers": "`module` in torch",
     "comm_buffer_size": "another name of `bucket_cap_mb`, which torch has too",
     "last_comm_buffer_size": "1 MiB in torch; `bucket_cap_mb_list` sets it in both",
@@ -87,7 +87,7 @@ def arguments(kind: type) -> set[str]:
 
 
 def names(kind: type, base: type) -> set[str]:
-    """Public names of the class, and attributes of its instances that `base` has not.
+    """Public names of the class, and attributes of its instances that `base` lacks.
 
     Names that the class hides, so that access to them fails, are left out.
     """

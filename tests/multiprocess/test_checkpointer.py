@@ -59,8 +59,8 @@ def resume_noting(run: Any, folder: Path, **options: Any) -> tuple[int, list[str
         with paceline.Checkpointer(folder, run.ddp, **options) as checkpointer:
             found.append(checkpointer.resume())
 
-    said = said_by(resume)
-    return found[0], said
+    texts = warnings_of(resume)
+    return found[0], texts
 
 
 def damage(group: Group, path: Path, how: str) -> None:
@@ -111,19 +111,19 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     group.barrier()
     assert names_in(folder) == files_of(framework, 6, 9, 12)
     damage(group, folder / f"step-00000012{SUFFIXES[framework]}", "cut")
-    steps, said = resume_noting(resumed, folder)
-    assert steps == 9 and len(said) == (group.rank == 0)
-    assert all("step-00000012" in each and "bytes" in each for each in said)
+    steps, texts = resume_noting(resumed, folder)
+    assert steps == 9 and len(texts) == (group.rank == 0)
+    assert all("step-00000012" in each and "bytes" in each for each in texts)
     damage(group, folder / f"step-00000009{SUFFIXES[framework]}", "changed")
-    steps, said = resume_noting(resumed, folder)
-    assert steps == 6 and len(said) == 2 * (group.rank == 0)
-    assert sum("step-00000009" in each and "SHA-256" in each for each in said) == (group.rank == 0)
+    steps, texts = resume_noting(resumed, folder)
+    assert steps == 6 and len(texts) == 2 * (group.rank == 0)
+    assert sum("step-00000009" in each and "SHA-256" in each for each in texts) == (group.rank == 0)
     damage(group, folder / "step-00000012.json", "removed")
     damage(group, folder / "step-00000006.json", "cut")
-    steps, said = resume_noting(resumed, folder)
-    assert steps == 0 and len(said) == 3 * (group.rank == 0)
-    assert all("step-00000006.json can't be read" in each for each in said if "00006" in each)
-    assert all("no manifest" in each for each in said if "00012" in each)
+    steps, texts = resume_noting(resumed, folder)
+    assert steps == 0 and len(texts) == 3 * (group.rank == 0)
+    assert all("step-00000006.json can't be read" in each for each in texts if "00006" in each)
+    assert all("no manifest" in each for each in texts if "00012" in each)
 
 
 @patient_ranks(2)
@@ -212,8 +212,8 @@ def settle(group: Group, checkpointer: Any) -> None:
     group.barrier()
 
 
-def said_by(call: Callable[[], object]) -> list[str]:
-    """The RuntimeWarnings of a call, which must point at a line of this test."""
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """The RuntimeWarnings of a call, which must point at a file of this folder."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -222,9 +222,9 @@ def said_by(call: Callable[[], object]) -> list[str]:
     return [str(each.message) for each in found]
 
 
-def said_while(run: Any, checkpointer: Any) -> list[str]:
+def warnings_of_step(run: Any, checkpointer: Any) -> list[str]:
     """The warnings of one step."""
-    return said_by(lambda: take_steps(run, checkpointer, 1))
+    return warnings_of(lambda: take_steps(run, checkpointer, 1))
 
 
 @frameworks
@@ -240,18 +240,18 @@ def test_training_goes_on_when_the_disk_is_full(group: Group, framework: str, tm
             resource.prlimit(writer, resource.RLIMIT_FSIZE, (1000, unlimited))
         take_steps(run, checkpointer, 1)
         settle(group, checkpointer)
-        said = said_while(run, checkpointer)
+        texts = warnings_of_step(run, checkpointer)
         settle(group, checkpointer)
-        assert len(said) == (group.rank == 0)
-        assert all("step 2 could not be written" in each and "bytes are free" in each for each in said)
+        assert len(texts) == (group.rank == 0)
+        assert all("step 2 could not be written" in each and "bytes are free" in each for each in texts)
         assert names_in(tmp_path) == files_of(framework, 1)
         if group.rank == 0:
             resource.prlimit(writer, resource.RLIMIT_FSIZE, (unlimited, unlimited))
         group.barrier()
-        said = said_while(run, checkpointer)
-        assert len(said) == (group.rank == 0) and all("step 3" in each for each in said)
+        texts = warnings_of_step(run, checkpointer)
+        assert len(texts) == (group.rank == 0) and all("step 3" in each for each in texts)
         settle(group, checkpointer)
-        assert said_while(run, checkpointer) == []
+        assert warnings_of_step(run, checkpointer) == []
     group.barrier()
     assert names_in(tmp_path) == files_of(framework, 1, 4, 5)
 
@@ -280,9 +280,9 @@ def test_a_due_checkpoint_waits_for_the_writer_and_survives_its_death(group: Gro
         if group.rank == 0:
             os.kill(writer, signal.SIGKILL)
         settle(group, checkpointer)
-        said = said_while(run, checkpointer)
-        assert len(said) == (group.rank == 0)
-        assert all("step 5 was not written" in each and "signal 9" in each for each in said)
+        texts = warnings_of_step(run, checkpointer)
+        assert len(texts) == (group.rank == 0)
+        assert all("step 5 was not written" in each and "signal 9" in each for each in texts)
     group.barrier()
     assert names_in(tmp_path) == files_of("torch", 1, 2, 6)
 
@@ -299,7 +299,7 @@ def test_closing_waits_no_longer_than_its_timeout_for_a_writer_that_has_written(
     writer = pid_of_writer()
     os.kill(writer, signal.SIGSTOP)
     try:
-        assert said_by(lambda: checkpointer.close(0.0)) == []
+        assert warnings_of(lambda: checkpointer.close(0.0)) == []
     finally:
         os.kill(writer, signal.SIGCONT)
     assert names_in(tmp_path) == files_of("torch", 1)
@@ -320,9 +320,9 @@ def test_saving_stops_waiting_at_the_models_timeout_while_nothing_is_written(
         take_steps(run, checkpointer, 1)
         checkpointer.save()
         take_steps(run, checkpointer, 1)
-        said = said_by(checkpointer.save)
-        assert len(said) == (group.rank == 0)
-        assert all("step 3 is not saved now: after 6 s" in each for each in said)
+        texts = warnings_of(checkpointer.save)
+        assert len(texts) == (group.rank == 0)
+        assert all("step 3 is not saved now: after 6 s" in each for each in texts)
         if group.rank == 0:
             os.kill(writer, signal.SIGCONT)
         settle(group, checkpointer)

@@ -39,7 +39,7 @@ def local_sgd() -> Any:
     return post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, dist.new_group([dist.get_rank()]), 2)
 
 
-# Each makes the state and the hook anew, since states keep what they have seen.
+# Each call makes a new state and hook, since states remember earlier gradients.
 HOOKS: dict[str, Make] = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "fp16": lambda: (None, default_hooks.fp16_compress_hook),

@@ -75,7 +75,9 @@ def assert_same_bits_everywhere(gradients: torch.Tensor) -> None:
 
 def check_sum_of_means(make: Any, hook: Any, rank: int, weights: list[float]) -> None:
     net = model()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)  # several buckets, laid out anew after a backward
+    ddp = DistributedDataParallel(
+        net, bucket_cap_mb=0.001
+    )  # several buckets, with a new plan after a backward
     state = make()
     ddp.register_comm_hook(state, hook)
     received = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64)

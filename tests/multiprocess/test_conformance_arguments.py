@@ -86,7 +86,7 @@ def test_globally_unused_parameters_are_not_sent(
     )
     x = np.full((1, 4), 1.0 + group.rank, np.float32)
     bytes_of_a_layer = 2 * 64  # each gradient begins a cache line
-    # The first backward makes the plan of buckets, which the second is the first to use.
+    # The first backward shows the order of gradients; the buckets are planned by it from the second on.
     branches = ("left", "left", "left", "both", "both", "right", "right")
     for branch, layers in zip(branches, (3, 3, 1, 2, 2, 2, 1), strict=True):
         sent.clear()

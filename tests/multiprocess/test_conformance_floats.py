@@ -25,7 +25,8 @@ def test_a_corrected_mean_of_another_process_group(group: Any, framework: str) -
     do = adapter(framework)
     for dtype in do.MEANS:
         model = do.Factors(dtype)  # its gradient equals its argument, bit for bit
-        wrapped = do.wrap(do.sequence(model), group)  # its weight would hide `weight` of Paddle's wrapper
+        # In a sequence, because the model's `weight` would hide that of Paddle's wrapper.
+        wrapped = do.wrap(do.sequence(model), group)
         first, second = (do.rounded(delicate(rank, COLUMNS), dtype) for rank in range(2))
         expected = np.tile((first + 2 * second) / 3, (3, 1))
         for floats in kinds(framework):

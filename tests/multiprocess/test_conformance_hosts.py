@@ -88,7 +88,7 @@ def test_the_text_of_an_exception_is_reported_at_once(
     do, wrapped = wrap(rank, framework, layout, timeout_s=PATIENT_S, reduce_through=through)
     if rank == FAILS:
         error = ValueError("the cause")
-        sys.excepthook(ValueError, error, None)  # the harness keeps it from the interpreter
+        sys.excepthook(ValueError, error, None)  # by hand: the harness catches the error
         until_told("raised", range(FAILS))  # a process that has imported a framework takes long to exit
         raise error
     started = time.monotonic()

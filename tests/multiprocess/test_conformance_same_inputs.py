@@ -35,9 +35,9 @@ def warned(group: object, framework: str, batch_of: Callable[[int], np.ndarray])
 @both
 @kept_ranks(2, framework="framework")
 def test_a_forgotten_sampler(group: object, framework: str) -> None:
-    (said,) = warned(group, framework, lambda step: _DATA[step])
-    assert said.startswith("All 2 ranks train on the same samples: in 3 batches")
-    assert "has no sampler" in said
+    (text,) = warned(group, framework, lambda step: _DATA[step])
+    assert text.startswith("All 2 ranks train on the same samples: in 3 batches")
+    assert "has no sampler" in text
 
 
 def drawn_alike(step: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The reducer in C++, driven with numpy arrays: means, weights, verdicts, statistics, and long runs."""
+"""The reducer in C++, driven with numpy arrays: means, weights, outcomes, statistics, and long runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.multiprocess.reducer_world import (
 
 
 def run_backward(world, step, *, order=None, elsewhere=(), forwards=1, allow_unused=False):
-    """One backward that marks the parameters of `order`. Returns the flags and where the means are."""
+    """Run a backward that marks the parameters of `order`. Returns the flags and the arrays of the means."""
     got = {}
     for param in range(len(world.model)) if order is None else order:
         got[param] = world.mark(param, step, param in elsewhere)
@@ -76,7 +76,7 @@ def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
 
 
 @kept_ranks(3)
-def test_notes_that_differ_are_told_and_change_nothing(group):
+def test_notes_that_differ_are_reported_and_change_nothing(group):
     world = World(group)
     cases = [
         ([0, 0, 0], 0),
@@ -96,7 +96,7 @@ def test_notes_that_differ_are_told_and_change_nothing(group):
 
 
 @kept_ranks(2)
-def test_who_waits_in_a_backward_that_this_rank_has_not_ended(group):
+def test_waiting_ranks_of_a_backward_that_this_rank_has_not_ended(group):
     world = World(group)
     run_backward(world, 0)
     if group.rank == 0:
@@ -120,7 +120,7 @@ def test_weights(group):
 
 @kept_ranks(3)
 def test_unused_parameters(group):
-    """Allowed: they count as zeros. Not allowed: nothing is reduced, everybody learns whose they were."""
+    """Allowed: they count as zeros. Not allowed: nothing is reduced. All ranks see the lists of all."""
     world = World(group)
     everything = list(range(len(MODEL)))
     left_out = {0: [2], 1: [], 2: [0, 2, 7]}
@@ -137,7 +137,7 @@ def test_unused_parameters(group):
     for param, array in got.items():
         np.testing.assert_allclose(array, expected[param], rtol=1e-6, atol=1e-7)
 
-    for step in range(1, 5):  # a void backward, then a good one, and again
+    for step in range(1, 5):  # void and good backwards in turn
         flags, got = run_backward(world, step, order=order if step % 2 else everything)
         assert flags == (UNUSED if step % 2 else 0)
         assert world.reducer.last.unused[2] == (left_out[2] if step % 2 else [])
@@ -152,12 +152,15 @@ def test_unused_parameters(group):
 
 @pytest.mark.parametrize("assigns", [False, True])
 @kept_ranks(3)
-def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, assigns):
-    """Void if a rank uses one of them; a rank without data has no say, whether it marks all or nothing."""
+def test_globally_unused_parameters_are_left_alone_where_that_is_allowed(group, assigns):
+    """The backward is void if a rank with data uses one of them.
+
+    It does not matter whether a rank without data marks all parameters or none.
+    """
     world = World(group, assigns_chunks=assigns)
     everything = list(range(len(MODEL)))
     most = [param for param in everything if param not in (2, 5)]
-    cases = [  # what each rank marks, whether rank 1 has data, what comes out
+    cases = [  # what each rank marks, whether rank 1 has data, the expected flags
         ([most, most, most], True, GLOBALLY_UNUSED),
         ([most, everything, most], True, UNUSED),
         ([most, everything, most], False, GLOBALLY_UNUSED | FINISHED),
@@ -183,7 +186,7 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, ass
 
 @kept_ranks(3)
 def test_forwards_that_differ(group):
-    """Nothing is reduced, everybody learns the counts, and the next backward passes are good."""
+    """Nothing is reduced, all ranks learn the counts, and the next backwards succeed."""
     world = World(group)
     for step in range(6):
         is_void = step in (0, 1, 4)
@@ -197,7 +200,7 @@ def test_forwards_that_differ(group):
         ]
         if not is_void:
             world.check(got, step)
-    # A rank that ran no backward at all comes to the end of this one at once.
+    # Rank 1 ran no backward at all, and calls finish() at once.
     flags, _ = run_backward(world, 6, order=[] if group.rank == 1 else None, forwards=group.rank != 1)
     assert flags == UNUSED | FORWARDS_DIFFER
     assert world.reducer.last.unused[1] == list(range(len(MODEL)))
@@ -207,7 +210,7 @@ def test_forwards_that_differ(group):
 
 
 @kept_ranks(3)
-def test_nonfinite_gradients_are_told_by_rank_and_parameter(group):
+def test_nonfinite_gradients_are_reported_by_rank_and_parameter(group):
     world = World(group)
     bad = {0: {2: np.inf}, 1: {}, 2: {2: np.nan, 7: -np.inf}}
     for step in range(3):
@@ -226,7 +229,7 @@ def test_nonfinite_gradients_are_told_by_rank_and_parameter(group):
 
 
 def squared_norms(group, cap_bytes, seed):
-    """The norms of three backward passes, with random readiness on each rank."""
+    """The squared norms of three backwards, in which gradients get ready in a random order on each rank."""
     world = World(group, cap_bytes=cap_bytes)
     norms = []
     for step in range(3):
@@ -254,14 +257,14 @@ def all_squared_norms(group):
 
 def test_same_bits_for_all_bucket_sizes_orders_and_instruction_sets():
     for world_size in (2, 3):
-        everybody = run_ranks(all_squared_norms, world_size)
-        first = everybody[0][0]
-        assert all(run == first for runs in everybody for run in runs)
+        of_ranks = run_ranks(all_squared_norms, world_size)
+        first = of_ranks[0][0]
+        assert all(run == first for runs in of_ranks for run in runs)
 
 
 @kept_ranks(3)
 def test_several_reducers_in_one_group(group):
-    """Two models at once, their steps interleaved; opened and closed in between, collectives too."""
+    """Two models interleave their steps; collectives run and a third reducer opens and closes in between."""
     small = [(100, "float32"), (40_000, "float16"), (5, "float64")]
     one, two = World(group, cap_bytes=40_000), World(group, small, cap_bytes=1)
     for step in range(3):
@@ -284,7 +287,7 @@ def test_several_reducers_in_one_group(group):
 
 @kept_ranks(3)
 def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
-    """The counters live in rank 0's memory, which may close as soon as it is through."""
+    """The counters live in the memory of rank 0, which may close its reducer when its backward has ended."""
     for step in range(40):
         world = World(group, [(1000, "float32")])
         if group.rank == 1:
@@ -302,7 +305,7 @@ def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
 
 @kept_ranks(3)
 def test_long_run_with_random_order_and_delays(group):
-    """300 backward passes; each rank has its own order and its own pauses, and some are void."""
+    """300 backwards, some of them void; each rank has its own order and its own pauses."""
     own, shared = random.Random(group.rank), random.Random(77)
     world = World(group, [(count // 8, dtype) for count, dtype in MODEL], cap_bytes=4000)
     for step in range(300):

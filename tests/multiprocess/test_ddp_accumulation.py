@@ -1,4 +1,4 @@
-"""What accumulates in no_sync() is averaged by the next synchronised backward."""
+"""The next synchronised backward averages what has accumulated in no_sync()."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Gradients that share memory: with one that has still to flow on, or with that of another parameter.
+"""Gradients that share memory with a gradient that autograd still needs, or with that of another parameter.
 
-Autograd lets `.grad` share its storage with other gradients where a parameter stands behind a view. Whatever
-is written there while backward runs, others would read.
+Autograd lets `.grad` share its storage with other gradients where a parameter is used through a view. If a
+mean were written there during backward, the other gradients would change.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WAYS = {
 
 
 class Positions(nn.Module):
-    """Two layers with an addition between them: each way of adding a parameter, once or twice.
+    """Two layers with one or more parameters added between them.
 
     Args:
-        way: How the parameter gets its shape.
+        way: Name in WAYS of how a parameter gets its shape.
         size: Rows and columns.
-        num_added: How many parameters are added, whose gradients have the same numbers.
+        num_added: How many parameters are added; their gradients have the same values.
     """
 
     def __init__(self, way: str, size: int, num_added: int = 1) -> None:
@@ -60,27 +60,27 @@ def batch(rank: int, size: int) -> torch.Tensor:
 
 
 def loss_of(output: torch.Tensor, rank: int) -> torch.Tensor:
-    """With other gradients on each rank."""
+    """A loss with different gradients on each rank."""
     return (output * torch.arange(1.0, 1.0 + output.shape[-1])).sum() * (1 + rank)
 
 
 def backward_behind(late: int, rank: int, ddp: nn.Module, *inputs: object) -> None:
-    """A backward in which the rank `late` begins when the other one has handed over everything."""
+    """Run a backward that rank `late` begins when the other rank has handed over all its gradients."""
 
-    def meet(_: torch.Tensor) -> None:
+    def send_or_wait(_: torch.Tensor) -> None:
         token = torch.zeros(1)
         dist.recv(token, 1 - rank) if rank == late else dist.send(token, 1 - rank)
 
     x = inputs[0].requires_grad_()
     output = ddp(*inputs)
-    (output if rank == late else x).register_hook(meet)  # that of x is the last
+    (output if rank == late else x).register_hook(send_or_wait)  # the gradient of x is the last
     loss_of(output, rank).backward()
 
 
 def expected_gradients(model: nn.Module, size: int, *inputs: tuple[object, ...]) -> list[torch.Tensor]:
-    """Of one process in float64, for what each rank gives beside its batch.
+    """Mean gradients, computed in one process in float64; `inputs` has each rank's inputs beside its batch.
 
-    By autograd.grad, because torch adds a second gradient to both of two that share memory, twice.
+    It uses autograd.grad, because backward() adds a second gradient twice to two `.grad` that share memory.
     """
     alone = copy.deepcopy(model).double()
     parameters = list(alone.parameters())
@@ -98,16 +98,17 @@ def check(model: nn.Module, expected: list[torch.Tensor]) -> None:
 
 
 def places_of_gradients(rank: int, num_hosts: int) -> list[dict[str, object]]:
-    """Arguments of the wrapper that let gradients lie in different places, on so many hosts."""
+    """Wrapper options that put gradients in different places. With two hosts, each rank becomes one."""
     if num_hosts > 1:
         be_on_host(rank)
         return [{}, {"gradient_as_bucket_view": True}]
     return [{}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}]
 
 
-# Of 384 x 384 elements, which are five chunks, the chunks are assigned to ranks, where each has a core;
-# between hosts torch copies them, and smaller ones the core. The way matters to autograd alone: a view of the
-# parameter, and the parameter itself, are tried on each number of hosts and in each size.
+# Gradients of 384 x 384 elements have five chunks, which are assigned to ranks if each rank has a core.
+# Between hosts torch copies gradients of this size, and the core copies smaller ones. Only autograd depends
+# on the way, so a view of the parameter and the parameter itself are tried with each number of hosts and each
+# size, and the other ways once.
 each_size = pytest.mark.parametrize("size", [8, 384])
 each_way = pytest.mark.parametrize(
     "way, size, num_hosts",
@@ -140,7 +141,7 @@ def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_ho
 def test_gradients_that_share_memory_get_their_own_means(
     rank: int, way: str, size: int, num_hosts: int
 ) -> None:
-    """On one rank two gradients are the same memory; on the other they differ."""
+    """On one rank two gradients share memory; on the other they do not."""
     model = Positions(way, size, num_added=2)
     scales = ((), (2.0, 0.5))
     expected = expected_gradients(model, size, *((own,) for own in scales))
@@ -154,7 +155,7 @@ def test_gradients_that_share_memory_get_their_own_means(
                 check(ddp.module, expected)
                 pointers = {p.grad.untyped_storage().data_ptr() for p in ddp.module.added}
                 assert len(pointers) == 2 or options.get("gradient_as_bucket_view")
-                # What one holds is not what the other holds: the next gradient is added to each.
+                # Their memory is separate now: the next backward adds to each once.
             backward_behind(0, rank, ddp, batch(rank, size), scales[rank])
             check(ddp.module, [2 * mean for mean in expected])
 
@@ -180,7 +181,7 @@ def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: in
 
 
 class _Same(torch.autograd.Function):
-    """Hands its gradient on as it is."""
+    """Passes its gradient on as the same tensor."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -192,9 +193,9 @@ class _Same(torch.autograd.Function):
 
 
 class Joined(nn.Module):
-    """Adds two halves of a row. Autograd gives them memory of the gradient of the sum.
+    """Adds two halves of a row to its input. Their gradients are views of the gradient of the sum.
 
-    That of the input has it, too; or what a hook keeps, with `keeps`.
+    The gradient of the input has the same memory, and so has, with `keeps`, the tensor that a hook keeps.
 
     Args:
         size: Elements of a row.
@@ -214,7 +215,7 @@ class Joined(nn.Module):
 
 
 def backward_with_outsiders(rank: int, size: int, ddp: nn.Module, first: str) -> list[torch.Tensor]:
-    """Two backwards through one graph. Returns the gradients of tensors outside of the model."""
+    """Run two backwards through one graph. Returns the gradients of tensors outside the model."""
     before = torch.zeros(1, size, requires_grad=True)
     after = torch.zeros(1, size, requires_grad=True)
     loss = loss_of(ddp(before) + after, rank)
@@ -224,7 +225,7 @@ def backward_with_outsiders(rank: int, size: int, ddp: nn.Module, first: str) ->
     return [before.grad, after.grad]
 
 
-# Of 200,000 elements, the chunks of a gradient are assigned to ranks.
+# The chunks of a gradient of 200,000 elements are assigned to ranks.
 @pytest.mark.parametrize("size", [8, 200_000])
 @pytest.mark.parametrize("first", ["averaged", "local"])
 @pytest.mark.parametrize("num_hosts", [1, 2])
@@ -232,7 +233,7 @@ def backward_with_outsiders(rank: int, size: int, ddp: nn.Module, first: str) ->
 def test_memory_of_a_gradient_that_other_tensors_hold(
     rank: int, num_hosts: int, first: str, size: int
 ) -> None:
-    """Nothing is written to it, and nothing is added to it twice."""
+    """No mean is written to that memory, and no gradient is added to it twice."""
     for places, keeps in itertools.product(places_of_gradients(rank, num_hosts), (False, True)):
         model = Joined(size)
         model.keeps = keeps
@@ -267,7 +268,7 @@ class Beside(nn.Module):
 def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(
     rank: int, first: str, other: str
 ) -> None:
-    """A model that is wrapped a second time; or another one that has the parameters, in the same backward."""
+    """A model is wrapped twice, or another wrapped model has its parameters and is in the same backward."""
     size = 8
     for places in places_of_gradients(rank, 1):
         model = Joined(size)
@@ -297,7 +298,7 @@ def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(
 
 @kept_ranks(2, group="gloo")
 def test_gradients_that_the_program_has_put_into_one_tensor_stay_there(rank: int) -> None:
-    """Means are written where the user has gradients lie, and whoever holds that memory sees them."""
+    """Means are written to the memory that the user has given gradients, so its other tensors show them."""
     size = 8
     for places in ({}, {"reduce_through": "group"}):
         model = Joined(size)

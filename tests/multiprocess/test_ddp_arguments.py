@@ -1,4 +1,4 @@
-"""Arguments of torch's DDP, with their meaning: against one process with the whole batch."""
+"""Arguments of torch's DDP keep their meaning; the reference is one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_arguments_that_change_no_result(rank: int) -> None:
 
 
 class Delayed(nn.Module):
-    """`shared` gets its gradient in parts, before `first` gets its own; `idle` gets none."""
+    """`shared` gets its gradient in two additions, before `first` gets its own; `idle` gets none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,11 @@ class Delayed(nn.Module):
 
 
 def note_what_is_sent(ddp: DistributedDataParallel, *triggers: nn.Parameter) -> list[list[str]]:
-    """What a communication hook gets of the gradients until all hooks of one of these have been called."""
+    """Record the parameters whose gradients a communication hook receives.
+
+    Each time all hooks of one of the triggers have been called, the returned list gets the names since the
+    last time.
+    """
     sent: list[list[str]] = []
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     got: list[str] = []
@@ -82,7 +86,7 @@ def note_what_is_sent(ddp: DistributedDataParallel, *triggers: nn.Parameter) -> 
     nodes: list[Any] = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in triggers]
     for node in nodes:
         node.register_hook(note)
-    ddp.nodes = nodes  # autograd itself does not hold them
+    ddp.nodes = nodes  # autograd itself does not keep them alive
     return sent
 
 
@@ -105,7 +109,7 @@ def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str
         twin = copy.deepcopy(ddp)
         sent = note_what_is_sent(ddp, net.shared.weight, net.first.weight)
         assert_close(train(ddp, inputs()[rank : rank + 1]), expected)
-        # At the trigger, neither sooner nor at the end; but the first plan has `idle` before all others.
+        # They are sent at the trigger, neither sooner nor at the end; but the first plan has `idle` first.
         at_trigger, num_backwards = ["first.weight", "shared.weight"], len(sent) // 3
         first_backward, others = ["idle.weight", *reversed(at_trigger)], [["idle.weight"], [], at_trigger]
         assert sent == [[], [], [], first_backward, [], at_trigger, *others * (num_backwards - 2)]
@@ -123,10 +127,10 @@ def test_gradients_are_copied_a_bucket_at_a_time(
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda places, values: (sizes.append(len(places)), copy_all(places, values))
     )
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))  # small gradients the core copies
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))  # the core copies small gradients
     ddp = DistributedDataParallel(model, batched_grad_copy=batched, reduce_through="group")
     assert ddp.batched_grad_copy == batched
-    sizes.clear()  # those of rank 0's values
+    sizes.clear()  # forget the copies of rank 0's values
     (ddp(torch.ones(1, 300)).sum() * (1 + rank)).backward()
     assert sizes == [2, 2]  # to the bucket, and back
     assert_close(ddp.module[1].bias.grad, torch.full((300,), 1.5))
@@ -179,7 +183,7 @@ def test_wrong_arguments_are_refused(rank: int) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2, group="gloo")
 def test_mixed_precision_on_the_cpu(rank: int, view: bool) -> None:
-    """The reference: autocast by hand, each rank's gradient rounded to the dtype in which it is averaged."""
+    """The reference casts by hand, and rounds each rank's gradient to the dtype in which it is averaged."""
     x = inputs()
     for precision in (
         _MixedPrecision(torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Averages of weights, torch.func and distributed checkpoints beside the wrapper, as in one process."""
+"""Weight averaging, torch.func and distributed checkpoints work with the wrapper as in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output:
 
 
 class Tied(nn.Module):
-    """Embedding and head share one parameter; modules nested; outputs nested, in a dataclass."""
+    """Embedding and head share one parameter; modules are nested; outputs are nested in a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()

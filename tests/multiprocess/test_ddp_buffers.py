@@ -1,4 +1,4 @@
-"""Buffers are brought in step after each synchronised backward, as `buffers` says, or when asked."""
+"""Buffers are synchronised after each synchronised backward, as `buffers` says, or on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_buffers_are_those_of_rank_0_after_each_backward(rank: int, path: str) -
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_buffers_of_all_kinds(rank: int, path: str) -> None:
-    """Small and large, without elements, not contiguous, integers; and one that forward puts anew."""
+    """Small, large, empty, non-contiguous and integer buffers, all of which forward replaces."""
 
     def kinds(seed: int) -> dict[str, torch.Tensor]:
         source = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def test_buffers_are_averaged_broadcast_or_left_alone_by_name(rank: int, path: s
         assert_close(model.seen, torch.full((2,), 0.5, dtype=torch.float64))
         assert_close(model.low, torch.full((2,), 0.5, dtype=torch.bfloat16))
 
-    model.norm.eval()  # so that it leaves them alone
+    model.norm.eval()  # so that forward leaves its statistics alone
     out = ddp(torch.ones(2, 1, 4, 4)).sum()
     fill()
     out.backward()

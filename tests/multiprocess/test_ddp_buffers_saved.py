@@ -1,4 +1,4 @@
-"""Buffers that autograd has saved for a later backward, when the end of one brings them in step."""
+"""Buffers that autograd has saved for a later backward, and that the end of another one synchronises."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_saved_buffer_that_changes_raises_autograds_own_error(rank: int, path:
     ddp = DistributedDataParallel(model, reduce_through=path, buffers={"*": policy})
     output, expected = ddp(batch(rank)), alone(batch(rank))
     output.square().mean().backward(retain_graph=True)
-    if rank == 0 and policy == "broadcast":  # it has kept its own
+    if rank == 0 and policy == "broadcast":  # rank 0 keeps its own values
         (found,) = torch.autograd.grad(output[:, 0].sum(), model.linear.weight)
         assert_close(found, torch.autograd.grad(expected[:, 0].sum(), alone.linear.weight)[0])
     else:
@@ -65,7 +65,7 @@ def test_a_saved_buffer_that_changes_raises_autograds_own_error(rank: int, path:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo")
 def test_a_saved_buffer_that_keeps_its_bits_can_be_used_again(rank: int, path: str, policy: str) -> None:
-    """Among them NaNs, which no comparison calls equal, and a buffer that is not contiguous."""
+    """The buffer has NaNs, which no comparison calls equal, and is not contiguous."""
     model, alone = Scaled().eval(), Scaled().eval()
     for each in (model, alone):
         each.scale = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [torch.nan, 0.0]])[:, 0]

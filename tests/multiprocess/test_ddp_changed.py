@@ -1,4 +1,4 @@
-"""Models that change after wrapping: frozen and trained again, rebuilt, with parts that are ignored."""
+"""Models that change after wrapping: frozen and trained again, rebuilt, or with ignored parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same_on_all_ranks(module: nn.Module) -> None:
 
 
 def train_gan(g: nn.Module, d: nn.Module, noise: torch.Tensor, real: torch.Tensor) -> None:
-    """As pix2pix and its descendants have it, with two backwards for D in each iteration."""
+    """Train as pix2pix and its descendants do, with two backwards through D in each iteration."""
     for number in range(4):
         fake = g(noise + number)
         d.requires_grad_(False)
@@ -74,7 +74,7 @@ def test_a_gan_trains_as_in_one_process(rank: int, path: str, view: bool) -> Non
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo", deadline_s=240)
 def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, find_unused: bool) -> None:
-    """Also from the first backward on, after which the hooks are made anew."""
+    """Also if they are frozen in the first backward, after which the hooks are made again."""
     x = numbers(2, 4, seed=rank)
     for frozen_in_steps in ([0, 1, 4], [2, 3]):
         ours = DistributedDataParallel(
@@ -97,9 +97,10 @@ def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, f
 
 
 def _freeze_around_forwards(model: nn.Module, x: torch.Tensor) -> list[list[torch.Tensor | None]]:
-    """Gradients after each of some backwards; `model` is on one rank, or has all of the batch.
+    """Freeze a layer between forwards and backwards, and return the gradients after each backward.
 
-    A forward whose backward never comes builds a graph with everything, or without the frozen layer.
+    `model` is wrapped and gets one rank's rows, or it is the reference and gets the whole batch. Forwards
+    that never get a backward build a graph with all layers, or without the frozen one.
     """
     layer = (model.module if isinstance(model, DistributedDataParallel) else model)[0]
     found = []
@@ -195,8 +196,8 @@ def test_what_a_frozen_parameter_has_in_grad_stays(
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo")
-def test_a_model_frozen_whole_waits_for_nobody(rank: int, path: str) -> None:
-    """So its gradient by the inputs may be wanted on one rank only."""
+def test_a_wholly_frozen_model_waits_for_no_rank(rank: int, path: str) -> None:
+    """So one rank alone may compute gradients of the inputs."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     alone = two_layers()
     x = torch.full((1, 4), 1.0 + rank, requires_grad=True)
@@ -220,14 +221,14 @@ def test_a_parameter_that_only_some_ranks_freeze_is_unused_there(rank: int, path
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path)
     for first in (True, False):
-        for who, stale in [({1}, True), ({0, 2}, False)]:
+        for frozen_on, stale in [({1}, True), ({0, 2}, False)]:
             ddp.zero_grad(set_to_none=not stale)
-            model[0].weight.requires_grad_(rank not in who)
+            model[0].weight.requires_grad_(rank not in frozen_on)
             with pytest.raises(UnusedParameterError) as caught:
                 ddp(x).sum().backward()
-            assert caught.value.unused == {"0.weight": tuple(who)}, first
+            assert caught.value.unused == {"0.weight": tuple(frozen_on)}, first
             assert "froze" in str(caught.value)
-        # Each another one.
+        # Each rank freezes another parameter.
         model[0].requires_grad_(True)
         ([model[0].weight, model[0].bias, model[2].weight][rank]).requires_grad_(False)
         with pytest.raises(UnusedParameterError) as caught:
@@ -237,7 +238,7 @@ def test_a_parameter_that_only_some_ranks_freeze_is_unused_there(rank: int, path
         ddp.zero_grad()
         ddp(x).sum().backward()
         assert_close(model[2].bias.grad, torch.ones(2))
-    # What is frozen on all ranks excuses nothing else.
+    # A layer that all ranks freeze does not excuse other unused parameters.
     model[0].requires_grad_(False)
     with pytest.raises(UnusedParameterError):
         (ddp(x) * 0 + model[2].bias if rank else model[2].bias * ddp(x).detach()).sum().backward()
@@ -270,7 +271,7 @@ def test_a_rank_without_data_leaves_frozen_parameters_alone(rank: int, path: str
 def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
-    """torch's DDP with find_unused_parameters halves it in views, and leaves it alone otherwise."""
+    """torch's DDP with find_unused_parameters halves this gradient in views, else it leaves it alone."""
     ddp = DistributedDataParallel(
         two_layers(),
         reduce_through=path,
@@ -304,7 +305,7 @@ def test_weights_and_accumulation_with_frozen_parameters(rank: int, path: str) -
             ddp(torch.ones(1, 4)).sum().backward()
         ddp.module[0].requires_grad_(False)
         ddp(torch.ones(1, 4)).sum().backward()
-        assert ddp.module[0].weight.grad is not None  # of the first half, which counts
+        assert ddp.module[0].weight.grad is not None  # of the first micro-batch, which counts
         assert_close(ddp.module[2].bias.grad, torch.full((2,), 2.0))
 
 
@@ -377,7 +378,7 @@ def test_a_model_may_be_rebuilt_of_the_parameters_that_it_has(rank: int) -> None
     del net.extra
     net.last = nn.Sequential(net.last)  # another name
     check()
-    # What is added brings its buffers along.
+    # Buffers of added modules are synchronised, too.
     net.register_buffer("count", torch.full((1,), 5.0))
     net.counter = nn.BatchNorm1d(2, affine=False)
     net.counter.running_mean += rank
@@ -399,7 +400,7 @@ def test_a_submodule_may_be_compiled_after_wrapping(rank: int) -> None:
 
 
 class Proxied(nn.Module):
-    """A part of it is of no concern to others, and has another shape on each rank at first."""
+    """`fc2` is each rank's own, and has another shape on each rank at first."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -529,7 +530,7 @@ def test_parameters_that_become_other_tensors_train(rank: int, way: Any, path: s
 
 @kept_ranks(WORLD, group="gloo")
 def test_a_weighted_parameter_that_becomes_another_tensor_is_named(rank: int) -> None:
-    """The hook that weighs its gradient was the old tensor's."""
+    """The hook that multiplies its gradient by the weight was the old tensor's."""
     model = two_layers()
     ddp = DistributedDataParallel(model, weight=2.0 + rank)
     for iteration in range(3):
@@ -552,7 +553,7 @@ CLEARS = {
 
 
 class Sum(nn.Module):
-    """Takes a parameter of any dtype, or leaves one out."""
+    """Adds up its parameters, which may have any dtype, or leaves `weight` out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -566,7 +567,7 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo")
 def test_a_parameter_of_another_dtype_is_refused_on_every_rank(rank: int, path: str, view: bool) -> None:
-    """Autograd adds to a kept gradient in that one's dtype: the gradient alone tells nothing."""
+    """Autograd adds to a kept gradient in the gradient's dtype, which therefore does not show the change."""
     expected = (r"'weight' cannot be averaged on rank 1 of 2", r"(?s)'weight'.*got .*torch.float64")[rank]
     for clear in CLEARS.values():
         for is_used in (True, False):
@@ -589,7 +590,7 @@ def test_a_parameter_of_another_dtype_is_refused_on_every_rank(rank: int, path: 
 
 
 class _Gated(nn.Module):
-    """Layers that one of two ranks leaves out: rank 0 the first, rank 1 the second."""
+    """Each of two ranks leaves out one layer: rank 0 the first, rank 1 the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -603,10 +604,8 @@ class _Gated(nn.Module):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_what_is_left_of_parameters_frozen_after_their_forward_stays(
-    rank: int, path: str, view: bool
-) -> None:
-    """Torch adds nothing to them, but calls their hooks, on the rank that has used them."""
+def test_gradients_of_parameters_frozen_after_their_forward_stay(rank: int, path: str, view: bool) -> None:
+    """Torch adds nothing to their gradients, but calls their hooks on the rank that has used them."""
     x = numbers(4, 4, seed=3)
     alone = _Gated().double()
     ddp = DistributedDataParallel(
@@ -629,10 +628,10 @@ def test_what_is_left_of_parameters_frozen_after_their_forward_stays(
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_when_it_is_frozen(
+def test_the_gradient_of_a_parameter_used_on_one_rank_in_no_sync_counts_when_it_is_frozen(
     rank: int, path: str, view: bool, is_alone: bool
 ) -> None:
-    """Torch's DDP adds up what all ranks have left of it, too, if one has used it since the last step."""
+    """Torch's DDP also averages what the ranks have left of it, if one has used it since the last step."""
     x = numbers(4, 4, seed=3)
     ours = DistributedDataParallel(
         _Gated().double(), reduce_through=path, find_unused_parameters=True, gradient_as_bucket_view=view
@@ -659,7 +658,7 @@ def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_wh
         micro_batch(each, ranks_alone[each])
     for model in (ours.module, *ranks_alone):
         model.gates.requires_grad_(False)
-    for _ in range(2):  # in the second one nobody has used them: they stay
+    for _ in range(2):  # before the second backward no rank has used them: they stay
         micro_batch(rank, ours)
         for each in range(2):
             micro_batch(each, ranks_alone[each])

@@ -1,4 +1,4 @@
-"""Layers that are computed again in backward are averaged once."""
+"""Layers that backward recomputes (activation checkpointing) are averaged once."""
 
 from __future__ import annotations
 

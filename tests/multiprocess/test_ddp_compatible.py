@@ -1,4 +1,4 @@
-"""What other people's code does with a wrapped model: unwrap it, copy it, use its parts."""
+"""What other libraries' code does with a wrapped model: unwrap it, copy it, use its attributes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.multiprocess.ddp_models import train, two_layers
 
 
 class Language(nn.Module):
-    """As models of libraries are: with a configuration, methods that run forward, and others."""
+    """Like the models of libraries, it has a configuration, and methods that run forward and that do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_the_modules_own_attributes_and_methods(rank: int) -> None:
         assert_close(means_of(lambda: ddp.loss(x).backward()), own)
         local = ddp(x).sum()
     if rank == 0:
-        assert ddp.size() == 12  # it runs nothing, so it changes nothing, on one rank only either
+        assert ddp.size() == 12  # it runs no forward, so one rank may call it alone
     assert_close(means_of(local.backward), own)
     assert_close(means_of(lambda: ddp.opaque_loss(x).loss.backward()), both)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_weights_with_and_without_the_prefix(rank: int) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         ddp.load_state_dict({"0.weight": bare["0.weight"]})
     assert ddp.load_state_dict({"0.weight": bare["0.weight"]}, strict=False).missing_keys
-    inner = DistributedDataParallel(nn.ModuleDict({"module": nn.Linear(1, 1)}))  # itself called so
+    inner = DistributedDataParallel(nn.ModuleDict({"module": nn.Linear(1, 1)}))  # named like the prefix
     assert not any(inner.load_state_dict(inner.module.state_dict()))
     assert not any(inner.load_state_dict(inner.state_dict()))
 
@@ -99,7 +99,7 @@ def test_copies_are_connected_when_they_are_trained(rank: int) -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     ddp.note = "kept"
     x = torch.full((1, 4), 1.0 + rank)
-    if rank == 0:  # nobody else needs to know
+    if rank == 0:  # the other rank need not take part
         for alone in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
             assert alone.note == "kept" and alone.module is not model
             assert_close(alone.eval()(x), model(x))

@@ -1,4 +1,4 @@
-"""torch.compile inside and around the wrapper: it trains as without, and forward stays Python."""
+"""torch.compile inside and around the wrapper trains as without it; the wrapper's forward is not traced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import ranks
 from tests.multiprocess.ddp_models import share, train, two_layers
 
 
-class Layers(nn.Module):  # of our own: what torch's nn.Sequential does is not compiled, unless inlined
+class Layers(nn.Module):  # torch compiles its own nn.Sequential only if it is inlined
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.layers = two_layers(width)
@@ -27,7 +27,7 @@ class Layers(nn.Module):  # of our own: what torch's nn.Sequential does is not c
         return self.layers(x)
 
 
-# The compiler takes a loaded machine a minute to import.
+# Importing the compiler takes a minute on a busy machine.
 @ranks(2, group="gloo", deadline_s=300)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
 def test_compiled_before_and_after_wrapping(rank: int) -> None:
@@ -58,9 +58,9 @@ def test_compiled_before_and_after_wrapping(rank: int) -> None:
 
     ddp = DistributedDataParallel(Layers())
     train(compile_(ddp), own)
-    check(ddp, 1)  # of the module alone; forward is not traced
+    check(ddp, 1)  # the graph of the module alone
 
-    # Each layer has more than a MiB, torch's first bucket: as with torch's own, a graph for each bucket.
+    # Each layer exceeds torch's first bucket of 1 MiB: one graph per bucket, as with torch's own wrapper.
     ddp = DistributedDataParallel(Layers(140_000), bucket_cap_mb=0.1)
     compile_(ddp)(own)
     assert len(graphs) == 2
@@ -90,7 +90,7 @@ def test_compiled_before_and_after_wrapping(rank: int) -> None:
 @ranks(2, group="gloo", deadline_s=300)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
 def test_compiled_autograd_is_refused(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole step in forward, before anything is compiled; of a backward alone, in that."""
+    """A whole step is refused in forward, before anything is compiled; a backward alone, in that backward."""
     from torch._dynamo import compiled_autograd
 
     x = torch.full((2, 4), 1.0 + rank)
@@ -128,7 +128,7 @@ def test_torch_finds_the_wrapper_whose_forward_runs(rank: int) -> None:
 
     x = torch.ones(2, 4)
     ours, torchs = DistributedDataParallel(Looks(4, 2)), TorchDDP(Looks(4, 2))
-    for model in (ours, torchs, ours, torchs):  # torch's writes to the place where both are found
+    for model in (ours, torchs, ours, torchs):  # torch's writes to the variable in which both are found
         model(x).sum().backward()
     assert found == [ours, torchs, ours, torchs]
     with pytest.raises(ValueError, match="by its user"):

@@ -62,10 +62,10 @@ def test_a_step_with_own_gradients_is_reported_once(
         step()
     with pytest.warns(
         RuntimeWarning, match=r"(?s)autograd\.grad\(\), which averages nothing.*backward\(\)"
-    ) as told:
+    ) as caught:
         for _ in range(3):
             step()
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 @kept_ranks(2, group="gloo")

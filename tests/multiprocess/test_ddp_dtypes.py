@@ -1,4 +1,4 @@
-"""Parameters of every dtype: complex ones, several in one model, one dtype after another."""
+"""Complex parameters, and models whose layers have different dtypes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Waves(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = (x + self.bias).to(torch.complex64) @ self.mix
-        # The gradient of a conjugate is a conjugate that is not worked out in memory.
+        # The gradient of a conjugate is a lazy conjugate: its memory has the values before conjugation.
         return (y.abs().square().sum(1) + (self.turn.conj() * x.sum()).real.square().sum()).mean()
 
 
@@ -53,7 +53,7 @@ def test_complex_parameters(rank: int, path: str) -> None:
 
 
 class Alternating(nn.Module):
-    """Layers of two dtypes, in turn: buckets are complete in another order than they lie in memory."""
+    """Layers of two dtypes, in turn: buckets get complete in another order than they have in memory."""
 
     def __init__(self) -> None:
         super().__init__()

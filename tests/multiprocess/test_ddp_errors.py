@@ -1,4 +1,4 @@
-"""Models, processes and ranks with which no mean can be made are refused, by name and on every rank."""
+"""Models whose gradients can't be averaged are refused on every rank, with the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_models_whose_parameters_come_in_another_order_are_refused(rank: int) ->
         DistributedDataParallel(named)
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6 says so on a CPU
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6 warns on a CPU
 @kept_ranks(2, group="gloo")
 def test_models_that_cannot_be_wrapped(rank: int) -> None:
     with pytest.raises(ConfigError, match="doesn't have any parameter"):

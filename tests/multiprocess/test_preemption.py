@@ -24,10 +24,10 @@ from tests.multiprocess.test_checkpointer import (
     names_in,
     patient_ranks,
     pid_of_writer,
-    said_by,
     settle,
     take_steps,
     warm_writer,
+    warnings_of,
 )
 from tests.multiprocess.test_conformance import adapter
 from tests.multiprocess.test_conformance_hosts import backward
@@ -103,7 +103,7 @@ def test_the_stop_gives_up_at_the_time_out_of_the_model_while_nothing_is_written
             checkpointer.step()
         endings.append(ended.value.code)
 
-    said = said_by(stop)
+    said = warnings_of(stop)
     assert endings == [PREEMPTED]
     assert len(said) == (group.rank == 0) and all("is still being written" in each for each in said)
     if group.rank == 0:
