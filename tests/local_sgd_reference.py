@@ -17,7 +17,7 @@ def values_of(net: nn.Module) -> list[np.ndarray]:
     return [parameter.detach().double().numpy().copy() for parameter in net.parameters()]
 
 
-def meet(
+def sync(
     replicas: Sequence[nn.Module],
     begun: list[np.ndarray],
     velocity: list[np.ndarray],

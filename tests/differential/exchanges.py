@@ -185,7 +185,7 @@ def make_rank(framework: str) -> Any:
         subject = framework_of(framework).Rank(rank, world_size, job, folder)
 
         def run(program: Program, options: dict[str, Any]) -> Any:
-            return Told(subject.run(program))
+            return RunResult(subject.run(program))
 
         return run
 
@@ -197,15 +197,15 @@ def make_reference(framework: str) -> Any:
         warnings.simplefilter("ignore")
 
         def run(program: Program, options: dict[str, Any]) -> Any:
-            return Told(framework_of(framework).reference(program))
+            return RunResult(framework_of(framework).reference(program))
 
         return run
 
     return make
 
 
-class Told:
-    """The outcomes of one run, as the answer of a worker."""
+class RunResult:
+    """The outcomes of one run, in the form that a worker returns."""
 
     raised = None
 

@@ -26,7 +26,7 @@ from torch import nn
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import run_ranks
-from tests.local_sgd_reference import meet, values_of
+from tests.local_sgd_reference import sync, values_of
 from tests.several_hosts import be_on_host
 
 WIDTH = 5
@@ -336,7 +336,7 @@ class Simulation:
         if sum(self.weights):
             names = ("outer_lr", "outer_momentum", "nesterov")
             lr, momentum, nesterov = (self.options[name] for name in names)
-            meet(self.replicas, self.begun, self.velocity, self.weights, (lr, momentum, nesterov))
+            sync(self.replicas, self.begun, self.velocity, self.weights, (lr, momentum, nesterov))
         self.since = [0] * len(self.members)
         self.weights = [0.0] * len(self.members)
 

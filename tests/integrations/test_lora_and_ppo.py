@@ -25,7 +25,7 @@ def test_lora_trains_as_with_torchs_ddp_and_as_one_process_with_the_whole_batch(
     assert losses[-1] < losses[0], ours.printed
 
 
-def test_ppo_learns_and_has_the_very_parameters_of_torchs_ddp(tmp_path):
+def test_ppo_learns_and_gets_the_same_bits_as_with_torchs_ddp(tmp_path):
     ours, own = beside_own_ddp(sys.executable, "ppo.py", tmp_path, PPO)
     assert_same_bits(ours, own)
     first, last = ours.values("mean return")

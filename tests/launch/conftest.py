@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-# Generous: on a busy machine a framework takes a minute to import. Every wait ends at once when what it waits
-# for happens.
+# Long, because on a busy machine a framework takes a minute to import. Every wait ends as soon as the awaited
+# event happens.
 WITHIN_S = 240.0
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once() -> Iterator[None]:
-    """Let the many processes of these tests share compiled modules, as those of an installed package do."""
+    """Let the processes of these tests write and share .pyc files, as those of an installed package do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield
@@ -32,8 +32,8 @@ def _compiled_once() -> Iterator[None]:
 class Launcher:
     """`paceline run` with pipes as its standard streams, in a folder of its own.
 
-    `python` is what it runs under: a test whose ranks need torch, and in which no process is killed, may set
-    one that has imported it.
+    `python` is its interpreter. A test whose ranks need torch, and in which no process is killed, may set one
+    that has imported torch.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Launcher:
         self._started: list[subprocess.Popen[str]] = []
 
     def write(self, script: str, name: str = "script.py") -> Path:
-        """Write a script that knows its rank, behind its imports: the launcher imports torch once for all."""
+        """Write a script that sets `rank` after its imports: the launcher imports torch once for all."""
         path = self.folder / name
         lines = textwrap.dedent(script).strip("\n").splitlines()
         imports = list(itertools.takewhile(lambda line: line.startswith(("import ", "from ")), lines))
@@ -51,7 +51,7 @@ class Launcher:
         return path
 
     def start(self, *arguments: str, script: str = "", **options: object) -> subprocess.Popen[str]:
-        """Start a launcher; with `script`, that is written to script.py first."""
+        """Start a launcher. `script` is written to script.py first, if it is given."""
         if script:
             self.write(script)
         process: subprocess.Popen[str] = subprocess.Popen(
@@ -112,7 +112,7 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """The numbers that ranks print behind the word "pid"."""
+    """The first `count` process ids that ranks print after the word "pid"."""
     assert process.stdout is not None
     pids: list[int] = []
     giving_up = threading.Timer(2 * WITHIN_S, process.kill)  # a launcher that hangs prints no more lines
@@ -128,7 +128,7 @@ def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
 
 
 def seconds_until_gone(pids: list[int]) -> float:
-    """How long it takes until none of the processes is left; fails when some stay."""
+    """Wait until all processes have ended, and return how long that took; fail if one stays."""
     begin = time.monotonic()
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""Which mpirun is installed, by asking it: Open MPI's and MPICH's have the same name."""
+"""Finds the mpirun of Open MPI and of MPICH by `mpirun --version`, because they have the same name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def find_mpirun(kind: str) -> str | None:
         path = shutil.which(name)
         if path is None:
             continue
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
-        if _SIGNS[kind] in told.stdout:
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        if _SIGNS[kind] in shown.stdout:
             return path
     return None
 
 
 def command(kind: str, count: int) -> list[str]:
-    """What starts `count` ranks of the command that follows, in blocks."""
+    """The command that starts `count` ranks of the program that follows, in blocks."""
     path = find_mpirun(kind)
     assert path is not None
     if kind == MPICH:

@@ -1,4 +1,4 @@
-"""What ranks of `spawn` run in these tests: a module that imports little, since every rank imports it."""
+"""Functions that `spawn` runs in these tests. Every rank imports this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wait_for_file(rank: int, path: Path) -> None:
 
 
 def raise_in_a_group(rank: int, folder: Path) -> None:
-    """Rank 1 raises while rank 0 waits for it; rank 0 writes down what it learns."""
+    """Rank 1 raises while rank 0 waits for it; rank 0 writes the error that it gets to a file."""
     import paceline
 
     group = paceline.init()
@@ -60,7 +60,7 @@ def write_secret(rank: int, folder: Path) -> None:
 
 
 def train(rank: int) -> None:
-    """What docs/troubleshooting.md shows: rank 1 fails, and rank 0 would go on for long."""
+    """The program of docs/troubleshooting.md: rank 1 fails, while rank 0 would run for a minute."""
     if rank == 1:
         raise ValueError("no such file: data/train.npz")
     time.sleep(60.0)

@@ -1,4 +1,4 @@
-"""`paceline run --dashboard`: the page comes and goes with the job, which needs it for nothing."""
+"""`paceline run --dashboard`: the page exists as long as the job, which runs on if it cannot be served."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_the_page_shows_the_job_until_it_ends(launcher: Launcher) -> None:
     lines = (line.decode() for line in events)
     for line in lines:
         if line.startswith("data: "):
-            told = json.loads(line[6:]).get("job", {"ranks": []})
-            if len(told["ranks"]) == 2 and all(each["step"] and each["values"] for each in told["ranks"]):
+            shown = json.loads(line[6:]).get("job", {"ranks": []})
+            if len(shown["ranks"]) == 2 and all(each["step"] and each["values"] for each in shown["ranks"]):
                 break
-    assert told["name"] == "script.py" and told["ranks"][1]["values"] == {"loss": 0.5}
+    assert shown["name"] == "script.py" and shown["ranks"][1]["values"] == {"loss": 0.5}
     (launcher.folder / "stop").touch()
     assert 'event: ended\ndata: {"exit_status": 0}\n' in "".join(lines)
     events.close()

@@ -1,4 +1,4 @@
-"""A rank that skipped an iteration leaves while the others wait for it: both say so."""
+"""If a rank skips an iteration and exits while the others wait for it, it warns, and the others raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAIN = """
     from paceline.torch import DistributedDataParallel
 
     def notice(record):
-        # Rank 0 says so once it has waited for a while; rank 1 has made three backward passes.
+        # Rank 0 logs this after it has waited for a while; rank 1 has run three backwards.
         if "in backward of iteration 4" in record.getMessage():
             open("waits", "w").close()
         return True
@@ -37,7 +37,7 @@ TRAIN = """
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_rank_that_leaves_too_early_says_so(launcher: Launcher, skips: bool) -> None:
+def test_a_rank_that_leaves_too_early_warns(launcher: Launcher, skips: bool) -> None:
     launcher.python = warm_python("torch")
     done = launcher.run("-n", "2", "script.py", script=TRAIN.format(skips=skips))
     assert ("Rank 1 of 2 leaves while rank 0 waits for it" in done.stderr) == skips
@@ -68,7 +68,7 @@ LOSE = """
 
 
 def test_ranks_that_leave_because_another_one_is_lost_blame_none(launcher: Launcher) -> None:
-    """They leave in the middle of the same backward, so each of them looks as if the other one waited."""
+    """They exit in the middle of the same backward, so to each of them the other one seems to wait for it."""
     launcher.python = warm_python("torch")
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     done = launcher.run("-n", "3", "script.py", script=LOSE, env=environment)

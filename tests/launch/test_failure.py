@@ -1,4 +1,4 @@
-"""A rank fails: the others are stopped, and the first failure is told last."""
+"""If a rank fails, the launcher stops the others, and reports the first failure last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_g
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = "time.sleep(1000)"
-# Ranks that hang get it twice: to end by themselves, and by SIGTERM, which takes a while on a busy machine.
+# Ranks that hang get it twice: before SIGTERM, and after it, when a busy machine takes a while to end them.
 GRACE = ("--grace-s", "2")
 
 
@@ -46,7 +46,7 @@ def test_the_first_failure_is_reported_last(
     assert words in last
 
 
-def test_the_traceback_of_the_first_stands_behind_those_of_the_others(launcher: Launcher) -> None:
+def test_the_traceback_of_the_first_failure_follows_those_of_the_others(launcher: Launcher) -> None:
     script = """
         import glob, select
         class PeerLostError(RuntimeError):
@@ -162,7 +162,7 @@ def test_ranks_that_ignore_sigterm_or_are_stopped_do_not_stay(launcher: Launcher
     assert "stopped by the launcher (SIGKILL)" in done.stderr
 
 
-def test_survivors_get_their_grace_to_say_why(launcher: Launcher) -> None:
+def test_survivors_may_clean_up_within_the_grace_period(launcher: Launcher) -> None:
     script = """
         if rank == 0:
             while not os.path.exists("started"):
@@ -184,7 +184,7 @@ def test_a_job_that_takes_too_long_is_stopped(launcher: Launcher) -> None:
     assert "the job did not end within 0.5 s; stopping ranks 0-1" in done.stderr
 
 
-def test_a_single_rank_is_not_told_twice(launcher: Launcher) -> None:
+def test_the_traceback_of_a_single_rank_is_shown_once(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", "script.py", script="raise ValueError('boom')")
     assert done.stderr.count("Traceback") == 1
     assert "the only rank failed" in done.stderr.splitlines()[-1]
@@ -239,7 +239,7 @@ def test_the_second_ctrl_c_kills(launcher: Launcher) -> None:
     pids = read_pids(process, 2)
     process.send_signal(signal.SIGINT)
     assert sorted(read_pids(process, 2)) == sorted(pids)
-    time.sleep(0.4)  # a person; what comes sooner is the same Ctrl-C, passed on by a wrapper
+    time.sleep(0.4)  # as a person does; a sooner one counts as the same Ctrl-C, passed on by a wrapper
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
@@ -271,7 +271,7 @@ def test_sigterm_leaves_longer_to_save_than_a_failure(launcher: Launcher) -> Non
     process = launcher.start("-n", "2", "--grace-s", "0.1", "script.py", script=SAVES_SLOWLY)
     read_pids(process, 2)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)  # longer than what counts as the same signal, passed on by a wrapper
+    time.sleep(0.5)  # a sooner one counts as the same signal, passed on by a wrapper
     process.send_signal(signal.SIGTERM)  # as Slurm does at the end of its grace time
     stdout, stderr = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
@@ -292,9 +292,9 @@ def test_a_rank_that_saves_for_too_long_is_killed(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("from_scheduler", [True, False])
 def test_a_job_that_can_be_resumed_is_no_failure(launcher: Launcher, from_scheduler: bool) -> None:
-    """All ranks end with EX_TEMPFAIL, some of them later; without a signal to the launcher, too.
+    """All ranks end with EX_TEMPFAIL, one of them later, after a signal to the launcher or to the ranks.
 
-    The launcher waits for longer than poll() can.
+    --preempt-s is longer than the longest timeout of poll().
     """
     script = f"""
         def stop(*_):
@@ -316,7 +316,7 @@ def test_a_job_that_can_be_resumed_is_no_failure(launcher: Launcher, from_schedu
     assert "failed" not in stderr
 
 
-def test_of_a_rank_that_waits_for_its_checkpoint_no_stacks_are_shown(launcher: Launcher) -> None:
+def test_a_rank_that_waits_for_its_checkpoint_is_reported_without_stacks(launcher: Launcher) -> None:
     script = f"""
         from pathlib import Path
         import numpy as np
@@ -346,7 +346,7 @@ def test_a_job_in_which_one_rank_alone_can_be_resumed_has_failed(launcher: Launc
 
 
 def test_sigterm_to_all_processes_of_a_launcher_reaches_a_rank_once(launcher: Launcher) -> None:
-    """As service managers send it; the ranks' own is left out here. SIGUSR1 comes behind it."""
+    """As service managers send it, but this test leaves out the ranks. SIGUSR1 follows."""
     script = """
         got = []
         signal.signal(signal.SIGTERM, lambda *_: (got.append("SIGTERM"), print("saving")))
@@ -390,7 +390,7 @@ def test_a_schedulers_warning_reaches_the_ranks_that_want_it(launcher: Launcher,
 
 
 def test_a_schedulers_warning_does_not_end_a_launcher_that_still_imports(launcher: Launcher) -> None:
-    """It comes while the launcher imports this module in the place of the standard library's."""
+    """The signal arrives while the launcher imports this difflib instead of the standard library's."""
     module = """
         import os, signal
         if "RANK" not in os.environ:
@@ -422,7 +422,7 @@ def test_a_rank_that_hangs_after_all_others_is_named_and_stopped(launcher: Launc
     assert "where rank 1 is:" in done.stderr and "in hang_here" in done.stderr
 
 
-def test_a_rank_that_is_stopped_after_all_others_is_said_to_be(launcher: Launcher) -> None:
+def test_a_rank_that_is_stopped_after_all_others_is_reported_as_stopped(launcher: Launcher) -> None:
     script = """
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -434,7 +434,7 @@ def test_a_rank_that_is_stopped_after_all_others_is_said_to_be(launcher: Launche
 
 
 def test_a_rank_that_works_after_all_others_may_take_as_long_as_it_likes(launcher: Launcher) -> None:
-    """So long that a busy machine gives it a processor within the time-out."""
+    """The timeout is so long that even a busy machine gives the rank processor time within it."""
     script = """
         end = time.process_time() + 3
         while rank == 0 and time.process_time() < end:

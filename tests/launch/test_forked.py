@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process which has imported torch are what ranks of their own would be."""
+"""Ranks that are forked from one process with torch imported behave like separately started ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from paceline.launch.forked import BY_OPTIMIZERS, makes_optimizers, modules_before_all, shared_start
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
-# Stands for torch where a test needs none: it shows who has imported it.
+# A fake torch, for tests that need no real one. It shows which process imported it.
 TORCH = """
     import os, time
     time.sleep(float(os.environ.get("IMPORT_TAKES_S", "0")))
@@ -67,7 +67,7 @@ SHOWN = """
 
 @pytest.fixture
 def fake_torch(launcher: Launcher) -> dict[str, str]:
-    """The environment of a launcher whose Python finds a torch that is none."""
+    """The environment of a launcher whose Python finds the fake torch."""
     folder = launcher.folder / "found"
     folder.mkdir()
     (folder / "torch.py").write_text(textwrap.dedent(TORCH))
@@ -77,7 +77,7 @@ def fake_torch(launcher: Launcher) -> dict[str, str]:
 def launch(
     launcher: Launcher, script: str, environment: dict[str, str], *arguments: str, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script that is written as it stands, on two ranks."""
+    """Write a script without changes, and run it on two ranks."""
     (launcher.folder / "script.py").write_text(textwrap.dedent(script))
     process = launcher.start(
         "-n", "2", "--prefix", "never", "script.py", *arguments, env=environment, **options
@@ -106,7 +106,7 @@ def launch(
         ("", ()),
     ],
 )  # fmt: skip
-def test_only_what_nothing_comes_before_is_imported_for_all(tmp_path, script, found):
+def test_only_modules_that_the_script_imports_first_are_imported_for_all(tmp_path, script, found):
     path = tmp_path / "script.py"
     path.write_text(script)
     assert modules_before_all(path) == found
@@ -126,7 +126,7 @@ def test_only_what_nothing_comes_before_is_imported_for_all(tmp_path, script, fo
         ("import torch\n(", False),
     ],
 )
-def test_what_optimizers_import_is_imported_for_all_where_ranks_share_cores(tmp_path, script, found):
+def test_modules_of_optimizers_are_imported_for_all_if_ranks_share_cores(tmp_path, script, found):
     path = tmp_path / "script.py"
     path.write_text(script)
     assert makes_optimizers(path) == found
@@ -147,7 +147,7 @@ def test_a_rank_sees_what_it_would_see_alone(launcher, fake_torch):
         ranks = [json.loads(line) for line in done.stdout.splitlines()]
         seen[forks] = sorted(ranks, key=lambda each: each["environment"]["RANK"])
         drawn = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
-        assert len(drawn) == 2 and not set(drawn[0]) & set(drawn[1])  # no rank draws another one's numbers
+        assert len(drawn) == 2 and not set(drawn[0]) & set(drawn[1])  # the ranks draw different numbers
         lines = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("parent")]
         assert len({parent for parent, _, _ in lines}) == 1  # the supervisor
         parents[forks] = [importer == own for _, importer, own in lines]
@@ -181,7 +181,7 @@ def test_a_program_ends_as_it_would_alone(launcher, fake_torch, ending, status, 
     for forks in ("1", "0"):
         done = launch(launcher, script, {**fake_torch, "PACELINE_FORK_RANKS": forks})
         lines = [line for line in done.stderr.splitlines() if "pid" not in line and "0x" not in line]
-        if "Fatal" in said:  # these stacks are written in C, which cannot be told to leave frames out
+        if "Fatal" in said:  # faulthandler writes these stacks in C, and cannot leave frames out
             lines = [line for line in lines if "template.py" not in line]
         found.append((done.returncode, done.stdout, lines))
         assert done.returncode == status and said in done.stderr, done.stderr
@@ -189,14 +189,14 @@ def test_a_program_ends_as_it_would_alone(launcher, fake_torch, ending, status, 
     assert found[0] == found[1]
 
 
-def test_where_torch_cannot_be_imported_each_rank_tells(launcher, fake_torch):
+def test_each_rank_reports_that_torch_cannot_be_imported(launcher, fake_torch):
     done = launch(launcher, "import torch", {**fake_torch, "IMPORT_FAILS": "1"})
     assert done.returncode == 1
     assert "ImportError: libtorch.so is not there" in done.stderr and "template" not in done.stderr
 
 
-def test_where_what_is_called_python_forks_elsewhere_ranks_start_alone(launcher, fake_torch):
-    """As the Python of a test server does: the ranks are nobody's children here."""
+def test_ranks_start_separately_if_forks_are_not_the_supervisors_children(launcher, fake_torch):
+    """As with the Python of a test server, the forked ranks do not become children of the supervisor."""
     elsewhere = """
         import ctypes, subprocess, sys, types
         import paceline.launch.forked as forked
@@ -256,7 +256,7 @@ def test_a_rank_that_is_killed_ends_the_job(launcher, fake_torch):
 
 
 @pytest.mark.parametrize("which", ["launcher", "supervisor"])
-def test_ranks_end_with_those_that_watch_them(launcher, fake_torch, which):
+def test_ranks_end_with_their_launcher_or_supervisor(launcher, fake_torch, which):
     script = "import os, time\nimport torch\nprint('pid', os.getpid(), flush=True)\ntime.sleep(1000)"
     (launcher.folder / "script.py").write_text(script)
     process = launcher.start("-n", "2", "script.py", env=fake_torch)
@@ -294,11 +294,11 @@ def test_with_torch_itself(launcher):
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines[:2] == ["gradient 6.0"] * 2
-    assert lines[2] != lines[3]  # as torch draws it for each process that asks for none
+    assert lines[2] != lines[3]  # torch draws a seed for each process that sets none
 
 
-def test_a_limit_of_addresses(launcher, fake_torch):
-    """What is to be done is read in pieces, and not into memory of 1 GiB."""
+def test_ranks_are_forked_under_a_limit_of_address_space(launcher, fake_torch):
+    """The template process reads its instructions in chunks, without a buffer of 1 GiB."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
@@ -307,4 +307,4 @@ def test_a_limit_of_addresses(launcher, fake_torch):
     done = launch(launcher, script, fake_torch, preexec_fn=limit)
     assert done.returncode == 0 and not done.stderr, done.stderr
     importers = [line.split()[0] for line in done.stdout.splitlines()]
-    assert len(importers) == 2 and len(set(importers)) == 1  # not each rank, as where that fails
+    assert len(importers) == 2 and len(set(importers)) == 1  # one process, so the ranks were forked

@@ -1,4 +1,4 @@
-"""Nobody reads what the launcher writes, or the disk behind it is full: the job trains on."""
+"""The job trains on if the launcher's output is not read, or if the disk behind it is full."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def free_port() -> int:
 
 
 def hosts_options() -> tuple[str, ...]:
-    """Of a launch as on several hosts, which says where its page is."""
+    """Options of a launch as on several hosts, which prints the address of its dashboard."""
     return ("--nnodes", "1", "--rdzv", f"127.0.0.1:{free_port()}", "--dashboard")
 
 
 @pytest.fixture
 def start(launcher: Launcher) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts script.py; streams that are not given are pipes."""
+    """Starts a launcher; streams that are not given are pipes."""
     started = []
 
     def start(
         *options: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
-        # The agent that starts the ranks of several hosts is torch's.
+        # With --nnodes, torch's agent starts the ranks.
         python = warm_python("torch") if "--nnodes" in options else launcher.python
         process = subprocess.Popen(
             [python, "-m", "paceline", "run", *options],
@@ -81,7 +81,7 @@ def start(launcher: Launcher) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield start
     for process in started:
-        process.kill()  # of which the ranks learn
+        process.kill()  # its ranks end with it
         process.wait()
         for stream in (process.stdout, process.stderr):
             if stream is not None:
@@ -92,7 +92,7 @@ def assert_trained(folder: Path) -> None:
     assert (folder / "trained0").exists() and (folder / "trained1").exists()
 
 
-def test_standard_error_that_nobody_reads_does_not_hold_a_job_of_several_hosts(
+def test_unread_standard_error_does_not_hold_a_job_of_several_hosts(
     launcher: Launcher, start: Start, unread: Unread
 ) -> None:
     launcher.write(TRAINS)
@@ -106,7 +106,7 @@ def test_standard_error_that_nobody_reads_does_not_hold_a_job_of_several_hosts(
 def test_a_full_disk_behind_standard_error_does_not_end_the_job(
     launcher: Launcher, start: Start, many_hosts: bool
 ) -> None:
-    """Neither does what it says before it starts ranks: an option that stands behind the script."""
+    """Nor does the warning before ranks start, of an option that follows the script."""
     launcher.write(TRAINS)
     options = ("-n", "2", *hosts_options()) if many_hosts else ("-n", "2", "--dashboard")
     with open("/dev/full", "w") as full:
@@ -117,10 +117,10 @@ def test_a_full_disk_behind_standard_error_does_not_end_the_job(
     assert_trained(launcher.folder)
 
 
-def test_standard_error_that_nobody_reads_yet_keeps_its_lines(
+def test_standard_error_that_is_read_late_keeps_its_lines(
     launcher: Launcher, start: Start, unread: Unread
 ) -> None:
-    """The ranks train to their end, and standard output is shown meanwhile; then the launcher waits."""
+    """The ranks train to their end, and standard output is shown; then the launcher waits for the reader."""
     launcher.write(f"{TRAINS}\nprint('of rank', rank, file=sys.stderr)")
     process = start("-n", "2", "--dashboard", "script.py", stderr=unread.writer)
     assert process.stdout is not None
@@ -150,7 +150,7 @@ def test_lines_stay_whole_on_one_pipe_that_is_read_late(
     assert sorted(lines) == sorted(expected * 200)
 
 
-def test_sigterm_ends_a_job_whose_output_nobody_reads(
+def test_sigterm_ends_a_job_whose_output_is_not_read(
     launcher: Launcher, start: Start, unread: Unread
 ) -> None:
     launcher.write(
@@ -167,7 +167,7 @@ def test_sigterm_ends_a_job_whose_output_nobody_reads(
 def test_a_rank_that_waits_for_the_reader_has_not_hung(
     launcher: Launcher, start: Start, unread: Unread
 ) -> None:
-    """The launcher says what it waits for, and ends well when that has come."""
+    """The launcher reports that it waits for the reader, and exits with 0 when its output has been read."""
     launcher.write("for _ in range(1000 * rank):\n    print('x' * 300, flush=True)")
     process = start("-n", "2", "--exit-timeout-s", "1", "script.py", stdout=unread.writer)
     assert process.stderr is not None

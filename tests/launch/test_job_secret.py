@@ -1,4 +1,4 @@
-"""The secret that a launcher makes: all ranks of a job know it, and nothing else that runs or is shown."""
+"""The secret that a launcher makes: all ranks have it, but no other program, environment or command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def words(folder: Path) -> list[list[str]]:
     return [(folder / f"{rank}").read_text().split() for rank in range(2)]
 
 
-def test_ranks_of_run_know_one_and_their_programs_do_not(launcher: Launcher) -> None:
+def test_ranks_of_run_share_a_secret_that_their_child_processes_lack(launcher: Launcher) -> None:
     ended = launcher.run("-n", "2", "script.py", script=SCRIPT)
     assert ended.returncode == 0, ended.stderr
     first, second = words(launcher.folder)
@@ -44,13 +44,13 @@ def test_ranks_of_run_know_one_and_their_programs_do_not(launcher: Launcher) -> 
     assert words(launcher.folder)[0][1] != first[1]  # another job, another secret
 
 
-def test_ranks_of_spawn_know_one(tmp_path: Path) -> None:
+def test_ranks_of_spawn_share_a_secret(tmp_path: Path) -> None:
     spawn(write_secret, (tmp_path,), nprocs=2)
     first, second = words(tmp_path)
     assert first == second and first[0] == MEMORY_VARIABLE and len(first[1]) == 64
 
 
-def test_the_users_own_comes_first(launcher: Launcher) -> None:
+def test_a_users_own_secret_comes_first(launcher: Launcher) -> None:
     path = launcher.folder / "secret"
     path.write_text("0123456789abcdef")
     path.chmod(0o600)
@@ -65,8 +65,8 @@ def test_the_users_own_comes_first(launcher: Launcher) -> None:
     assert refused.returncode and "not this user's alone" in refused.stderr
 
 
-def test_who_knows_the_job_id_cannot_take_the_rendezvous_address(launcher: Launcher) -> None:
-    """All that the environment tells, as somebody who was shown it."""
+def test_a_process_that_knows_the_job_id_cannot_take_the_rendezvous_address(launcher: Launcher) -> None:
+    """Rank 0 takes the addresses that the environment alone determines; the group forms all the same."""
     ended = launcher.run(
         "-n",
         "2",
@@ -88,7 +88,7 @@ def test_who_knows_the_job_id_cannot_take_the_rendezvous_address(launcher: Launc
     assert ended.returncode == 0, ended.stderr
 
 
-def test_nobody_can_change_it() -> None:
+def test_the_secret_cannot_be_changed() -> None:
     fd = make_secret()
     try:
         assert not os.get_inheritable(fd) and os.fstat(fd).st_mode & 0o077 == 0

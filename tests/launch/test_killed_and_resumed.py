@@ -1,7 +1,7 @@
-"""Real jobs, killed by SIGKILL at a random step, go on with another number of ranks from a checkpoint.
+"""Real jobs that SIGKILL ends at random steps go on from a checkpoint with another number of ranks.
 
-Their model counts samples: the gradient of a batch is 1 for each sample in it. So in the end a model that was
-trained on every sample exactly once is all ones. Fifty kills: PACELINE_TEST_KILLS=50 pytest THIS_FILE
+Their model counts samples: the gradient of a batch is 1 for each sample in it. So a model that was trained on
+every sample exactly once is all ones at the end. Fifty kills: PACELINE_TEST_KILLS=50 pytest THIS_FILE
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from tests.launch.conftest import Launcher
 
 KILLS = int(os.environ.get("PACELINE_TEST_KILLS", "3"))
-LENGTH = 103 + 60 * KILLS  # more than what the jobs that are killed can come to
+LENGTH = 103 + 60 * KILLS  # more samples than the killed jobs can train on
 MOST_STEPS = 12
 SCRIPT = """
 import json

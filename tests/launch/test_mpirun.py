@@ -1,4 +1,4 @@
-"""Ranks that the real mpirun starts, Open MPI's and MPICH's: on this machine, without a framework."""
+"""The mpirun of Open MPI and of MPICH starts ranks on this machine, without a framework."""
 
 from __future__ import annotations
 

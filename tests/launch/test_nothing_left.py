@@ -1,4 +1,4 @@
-"""Whoever is killed, and however: no process stays."""
+"""No process of a job stays, whichever of its processes is killed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
-# Each rank has a child, and one that made itself a session of its own.
+# Each rank has two child processes, one of them in a session of its own.
 FAMILY = """
     import subprocess
     children = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
     print("pid", os.getpid(), *(child.pid for child in children))
 """
 STAY = FAMILY + "    time.sleep(1000)\n"
-SOON_S = 30.0  # 2 s on a machine with nothing else to do; by themselves the processes stay 1000 s
+SOON_S = 30.0  # 2 s on an idle machine; the processes themselves would run for 1000 s
 
 
 def test_the_launcher_is_killed(launcher: Launcher) -> None:
@@ -46,13 +46,13 @@ def test_launcher_and_supervisor_are_killed_at_once(launcher: Launcher) -> None:
     pids = read_pids(process, 2)
     supervisor = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
     for pid in (process.pid, supervisor):
-        os.kill(pid, signal.SIGSTOP)  # so that neither sees the other's end
+        os.kill(pid, signal.SIGSTOP)  # so that neither detects the other's end
     for pid in (process.pid, supervisor):
         os.kill(pid, signal.SIGKILL)
     assert seconds_until_gone(pids) < SOON_S
 
 
-def test_the_launcher_is_killed_while_nobody_reads_its_output(launcher: Launcher) -> None:
+def test_the_launcher_is_killed_while_its_output_is_not_read(launcher: Launcher) -> None:
     process = launcher.start(
         "-n", "2", "script.py", script=STAY.replace("time.sleep(1000)", "while True: print('x' * 999)")
     )
@@ -61,7 +61,7 @@ def test_the_launcher_is_killed_while_nobody_reads_its_output(launcher: Launcher
     assert seconds_until_gone(pids) < SOON_S
 
 
-def test_what_ranks_leave_behind_is_ended_and_told(launcher: Launcher) -> None:
+def test_processes_that_ranks_leave_behind_are_ended_and_reported(launcher: Launcher) -> None:
     process = launcher.start("-n", "2", "script.py", script=FAMILY)
     pids = read_pids(process, 6)
     _, stderr = process.communicate(timeout=WITHIN_S)

@@ -1,4 +1,4 @@
-"""A script that uses the frameworks' own wrappers, unchanged, on ours."""
+"""--replace-ddp: an unchanged script with a framework's own wrapper trains with Paceline's class."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PADDLE = """
 """
 
 
-def test_a_torch_script_and_a_library_wrap_in_ours(launcher):
+def test_a_torch_script_and_a_library_wrap_in_pacelines_class(launcher):
     launcher.write(LIBRARY, "library.py")
     done = launcher.run("-n", "2", "--replace-ddp", "--prefix", "never", "script.py", script=TORCH)
     assert done.returncode == 0, done.stderr
@@ -86,13 +86,13 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher):
 @pytest.mark.parametrize(
     ("option", "command", "ways", "sampler"),
     [
-        # torch spawns; what is forked after it has imported nothing itself.
+        # "torch" spawns, and imports torch in the parent: a later fork inherits that import.
         ("", ["script.py"], ["torch", "fork", "forkserver", "subprocess"], "torch.utils.data.distributed"),
-        # A spawned process finds the script in another way.
+        # With -m, a spawned process finds the script in another way.
         ("=sampler", ["-m", "script"], ["spawn"], "paceline.data.sampler"),
     ],
 )
-def test_processes_that_a_script_starts_get_ours(launcher, option, command, ways, sampler):
+def test_processes_that_a_script_starts_get_pacelines_class(launcher, option, command, ways, sampler):
     """Forks, children of multiprocessing and of torch.multiprocessing, and any other Python."""
     done = launcher.run("-n", "1", f"--replace-ddp{option}", *command, *ways, script=CHILDREN)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_processes_that_a_script_starts_get_ours(launcher, option, command, ways
 
 
 def test_torchrun_and_a_script_that_replaces_the_class_by_itself(launcher):
-    """And wraps no model then, which is told once."""
+    """The script then wraps no model, which is reported once."""
     script = launcher.write(BY_ITSELF, "script.py")
     command = [warm_python("torch"), "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
     done = subprocess.run(
@@ -115,8 +115,8 @@ def test_torchrun_and_a_script_that_replaces_the_class_by_itself(launcher):
     assert done.stderr.count("paceline: warning: no model was wrapped") == 1
 
 
-def test_another_sitecustomize_is_run_and_the_path_is_as_without(launcher):
-    """Python imports one module of this name only, and ours stands in front of the environment's."""
+def test_a_users_sitecustomize_still_runs_and_sys_path_does_not_change(launcher):
+    """Python imports only the first module of this name, and Paceline's comes first on the path."""
     folder = launcher.folder / "own"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text("marker = 'own'\n")
@@ -132,7 +132,7 @@ def test_another_sitecustomize_is_run_and_the_path_is_as_without(launcher):
 
 
 def test_another_python_without_paceline_is_left_alone(launcher):
-    """With -S it finds no package that is installed."""
+    """With -S, Python finds no installed package."""
     script = """
         import subprocess
         code = "import sitecustomize; print('started')"
@@ -142,7 +142,7 @@ def test_another_python_without_paceline_is_left_alone(launcher):
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
 
 
-def test_a_python_that_reads_no_variables_is_refused(launcher):
+def test_a_python_that_ignores_its_variables_is_refused(launcher):
     launcher.write("print('started')")
     done = subprocess.run(
         [sys.executable, "-E", "-m", "paceline", "run", "-n", "2", "--replace-ddp", "script.py"],
@@ -155,8 +155,8 @@ def test_a_python_that_reads_no_variables_is_refused(launcher):
     assert "Python reads no PYTHONPATH" in done.stderr and "replace_ddp()" in done.stderr
 
 
-def test_nothing_of_ours_is_read_when_another_python_starts(tmp_path):
-    """Neither in the environment in which Paceline is installed nor in a rank that asked for nothing."""
+def test_paceline_is_not_imported_in_processes_that_did_not_ask_for_it(tmp_path):
+    """Neither in a Python of Paceline's environment nor in a rank without --replace-ddp."""
     code = "import sys; print([name for name in sys.modules if name.startswith(('paceline', '_paceline'))])"
     (tmp_path / "script.py").write_text(code)
     for command in ([], ["-m", "paceline", "run", "-n", "1"]):
@@ -171,7 +171,7 @@ def test_nothing_of_ours_is_read_when_another_python_starts(tmp_path):
 
 
 @needs_paddle
-def test_fleet_wraps_in_ours(launcher):
+def test_fleet_wraps_in_pacelines_class(launcher):
     done = launcher.run("-n", "2", "--replace-ddp", "--prefix", "never", "script.py", script=PADDLE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("paceline.paddle.ddp.parallel 1.5") == 2, done.stdout

@@ -1,7 +1,7 @@
-"""Two ranks train where much is forbidden: containers, sandboxes and kernels that have less.
+"""Two ranks train in restricted environments: containers, sandboxes and kernels that lack system calls.
 
-Each restriction is real: a mount namespace made by bubblewrap, a seccomp filter, a control group. The
-training is compared with gradients by formula, in numpy and float64, over the whole batch.
+Each restriction is real: a mount namespace made by bubblewrap, a seccomp filter, a control group. The weights
+are compared with a training on the whole batch in numpy and float64, with gradients from a formula.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def weight_of_one_process() -> np.ndarray:
 def trained(
     folder: Path, container: Sequence[str] = (), prepare: Callable[[], object] | None = None
 ) -> list[dict[str, object]]:
-    """What both ranks report, of a job in a container or of a launcher that `prepare` has restricted."""
+    """The reports of both ranks of a job in a container, or of a launcher that `prepare` restricts."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "data.json").write_text(json.dumps([INPUTS.tolist(), TARGETS.tolist()]))
     command = [*container, sys.executable, "-m", "paceline", "run", "-n", "2", str(folder / "script.py")]
@@ -91,7 +91,7 @@ def trained(
 
 
 def bubblewrap(folder: Path, *options: str) -> list[str]:
-    """A command that runs another one in namespaces of its own, in which the folder is writable."""
+    """A command that runs another one in its own namespaces, where the folder is writable."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     command = ["bwrap", *options, "--bind", str(folder), str(folder)]
@@ -102,14 +102,14 @@ def bubblewrap(folder: Path, *options: str) -> list[str]:
 
 
 def test_a_container_with_64_kilobytes_of_shared_memory(tmp_path):
-    """The size that Docker gives is 64 MB; what is shared lies in a memory file instead."""
+    """The default of Docker is 64 MB. Paceline shares memory through a memory file instead."""
     container = bubblewrap(tmp_path, "--dev-bind", "/", "/", "--size", "65536", "--tmpfs", "/dev/shm")
     for report in trained(tmp_path, container):
         assert report["shm"] == 65536
 
 
 def test_a_container_in_which_nothing_can_be_written(tmp_path):
-    """The job is not recorded, and runs. (With torch it would not: its optimizers want a folder.)"""
+    """The job runs, but is not recorded. (Not with torch, whose optimizers need a writable folder.)"""
     script = tmp_path / "script.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
     container = bubblewrap(tmp_path, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
@@ -128,7 +128,7 @@ def test_a_container_without_proc_sys(tmp_path):
 
 
 def mount_namespace(prepare: str) -> list[str]:
-    """A command that runs another one where a line of shell has changed what is mounted."""
+    """A command that runs another one in a mount namespace, after a line of shell has changed its mounts."""
     command = ["unshare", "--mount", "sh", "-c", f'{prepare}; exec "$@"', "sh"]
     tried = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True, timeout=60)
     if not tried or tried.returncode:
@@ -138,7 +138,7 @@ def mount_namespace(prepare: str) -> list[str]:
 
 @pytest.mark.parametrize("launcher", ["run", "by hand"])
 def test_a_container_without_proc(tmp_path, launcher):
-    """The launcher says so, and so does each rank that another one starts."""
+    """The launcher reports it, and so does each rank that another launcher starts."""
     script = tmp_path / "script.py"
     script.write_text("import paceline\npaceline.init(address='127.0.0.1:1', timeout_s=60)\n")
     container = mount_namespace("mount -t tmpfs none /proc")
@@ -162,14 +162,14 @@ def test_a_container_without_proc(tmp_path, launcher):
 
 
 def refuse_what_sandboxes_lack() -> None:
-    """As gVisor, and partly as kernels before 5.16 (that of WSL2 for long)."""
+    """Refuse the system calls that gVisor lacks. Kernels before 5.16, like WSL2's for long, lack some."""
     for call in ("futex_waitv", "set_robust_list", "get_robust_list", "pidfd_open", "process_vm_readv"):
         seccomp.refuse(call, errno.ENOSYS)
 
 
 @pytest.mark.skipif(not seccomp.is_supported(), reason="the numbers of the system calls are not known")
 def test_a_kernel_without_futex_waitv_and_robust_lists(tmp_path):
-    """Found out at the start, and worked around."""
+    """Ranks detect at the start that these are missing, and use other means."""
     for report in trained(tmp_path, prepare=refuse_what_sandboxes_lack):
         assert (report["futex_waitv"], report["robust_list"]) == (False, False)
 
@@ -199,7 +199,7 @@ def half_a_processor() -> Iterator[Path]:
 
 
 def test_a_quota_of_half_a_processor(tmp_path):
-    """Ranks that spun would use up the time that the one they wait for needs."""
+    """If ranks spun while they wait, they would use up the processor time of the rank that they wait for."""
     with half_a_processor() as group:
         for report in trained(
             tmp_path, prepare=lambda: (group / "cgroup.procs").write_text(str(os.getpid()))

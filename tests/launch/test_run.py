@@ -1,4 +1,4 @@
-"""`paceline run`: what a rank gets, and what its output becomes."""
+"""`paceline run`: the environment, arguments and streams of a rank, and the output of the launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.env import read_rank_environment
 from tests.launch.conftest import WITHIN_S, Launcher
 
 
-def test_every_rank_knows_its_place(launcher: Launcher) -> None:
+def test_every_rank_gets_its_place_in_its_environment(launcher: Launcher) -> None:
     done = launcher.run(
         "-n",
         "3",
@@ -69,7 +69,7 @@ def test_output_is_complete_and_whole(launcher: Launcher) -> None:
     assert len(lines) == 20002
 
 
-def test_standard_output_and_error_stay_apart_but_in_the_log(launcher: Launcher) -> None:
+def test_standard_output_and_error_are_separate_except_in_the_log(launcher: Launcher) -> None:
     script = "print('out'); print('err', file=sys.stderr)"
     done = launcher.run("-n", "2", "--log-dir", "logs/new", "script.py", script=script)
     assert sorted(done.stdout.splitlines()) == ["[rank 0] out", "[rank 1] out"]
@@ -129,7 +129,7 @@ def test_the_launcher_imports_no_framework(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_started_without_standard_streams(launcher: Launcher, closed: str) -> None:
-    """As from cron, or by a shell's `>&-`."""
+    """As cron starts a program, or a shell with `>&-`."""
     launcher.write("print('out'); open(f'done{rank}', 'w').close()")
     command = f"exec {sys.executable} -m paceline run -n 2 script.py {closed}"
     done = subprocess.run(command, shell=True, cwd=launcher.folder, capture_output=True, timeout=WITHIN_S)

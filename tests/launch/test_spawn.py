@@ -34,7 +34,7 @@ def test_each_rank_is_called_in_its_environment(tmp_path: Path) -> None:
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0 2 0 word", "1 2 1 word"]
 
 
-def test_queues_are_shared_and_output_comes_where_python_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_queues_are_shared_and_output_goes_to_sys_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     queue = multiprocessing.get_context("spawn").Queue()
     paceline.spawn(put_rank, (queue,), nprocs=2)
     assert sorted(queue.get(timeout=WITHIN_S) for _ in range(2)) == [10, 11]
@@ -144,8 +144,8 @@ def test_ctrl_c_stops_the_ranks(python: Run) -> None:
     assert done.stdout.splitlines()[-1] == "interrupted"
 
 
-def test_what_is_sent_by_value_keeps_the_name_of_its_file() -> None:
-    """Tracebacks of a rank show the lines of a notebook's cell by it. cloudpickle forgets it since 3.1.3."""
+def test_a_function_that_is_sent_by_value_keeps_the_name_of_its_file() -> None:
+    """A rank's traceback shows the lines of a notebook's cell by it. cloudpickle drops it since 3.1.3."""
     space: dict[str, Any] = {"__name__": "__main__"}
     cell = "def outer():\n    def inner():\n        raise ValueError\n    return inner\n"
     exec(compile(cell, "/tmp/cell 7.py", "exec"), space)
@@ -154,7 +154,7 @@ def test_what_is_sent_by_value_keeps_the_name_of_its_file() -> None:
     assert {each.__code__.co_filename for each in (function, function())} == {"/tmp/cell 7.py"}
 
 
-def test_what_cannot_be_sent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_cannot_be_sent_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="cannot be sent"):
         paceline.spawn(print, (threading.Lock(),), nprocs=1)
     monkeypatch.setattr(payload, "_has_cloudpickle", lambda: False)
@@ -171,7 +171,7 @@ def test_bad_arguments_are_reported() -> None:
         paceline.spawn(print, nprocs=0)
 
 
-def test_the_other_ranks_learn_the_exception(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_errors_have_the_exception(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match=r"Rank 1 of 2 failed first.*ValueError: the cause"):
         paceline.spawn(raise_in_a_group, (tmp_path,), nprocs=2)
     assert "ValueError: the cause" in (tmp_path / "learned").read_text()
@@ -193,7 +193,7 @@ def test_a_module_in_the_current_folder_does_not_run_in_the_launcher(python: Run
 
 
 def test_started_without_standard_streams(tmp_path: Path) -> None:
-    """As from cron, or by a shell's `>&-`; what is opened next must not become standard output."""
+    """As from cron, or from a shell with `>&-`. A file opened later must not become standard output."""
     (tmp_path / "program.py").write_text(
         "import os, paceline\n"
         "def write(rank, folder):\n"
@@ -209,7 +209,7 @@ def test_started_without_standard_streams(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_behind_a_stream_of_the_programs_own_does_not_end_the_job(python: Run) -> None:
-    """As where a program has sent its output to a file by `contextlib.redirect_stdout`."""
+    """For example, a program redirects its output to a file with `contextlib.redirect_stdout`."""
     done = python(
         """
         import contextlib, os, sys, paceline

@@ -1,4 +1,4 @@
-"""`paceline stacks`: where a process is, asked from outside."""
+"""`paceline stacks` shows the stacks of another process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ threading.Event().wait()
 
 @pytest.fixture
 def stuck(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A process that hangs in a lock, and has said whether it can be asked."""
+    """A process that hangs in a lock, and first prints whether it answers requests."""
     command = [sys.executable, "-c", PROGRAM, *getattr(request, "param", ())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -58,7 +58,7 @@ def test_a_stuck_process_answers_as_often_as_asked(stuck: subprocess.Popen[str])
     assert stuck.stdout is not None
     assert stuck.stdout.readline() == "True True\n"
     while "in stuck_here" not in stacks.ask(stuck.pid, timeout_s=60):
-        pass  # it has said that it is ready, but is still on its way there
+        pass  # it has printed that it is ready, but has not reached the lock yet
     assert stacks.ask(stuck.pid, timeout_s=60).count("in stuck_here") == 1
     assert stuck.poll() is None
 
@@ -88,7 +88,7 @@ def test_a_program_with_its_own_use_of_the_signal_is_left_alone(
 
 
 @pytest.mark.parametrize("stuck", [["own"]], indirect=True)
-def test_of_what_py_spy_says_the_cause_is_reported_and_not_its_backtrace(
+def test_the_cause_of_an_error_of_py_spy_is_reported_without_its_backtrace(
     stuck: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert stuck.stdout is not None

@@ -1,4 +1,4 @@
-"""`paceline run` on a terminal: rank 0 talks to the person in front of it."""
+"""`paceline run` on a terminal: rank 0 has the terminal, and signals of its keys reach the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.launch.conftest import WITHIN_S, Launcher, seconds_until_gone
 
 
 class Terminal:
-    """A terminal in front of a launcher."""
+    """A launcher on a terminal of its own."""
 
     def __init__(self, launcher: Launcher, script: str) -> None:
         launcher.write(script)
@@ -44,7 +44,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def read_until(self, word: str, count: int = 1) -> str:
-        """Everything shown so far, once `word` is in it `count` times."""
+        """Read until `word` was shown `count` times; return all that was shown so far."""
         deadline = time.monotonic() + WITHIN_S
         while self.seen.count(word) < count:
             ready, _, _ = select.select([self.master], [], [], deadline - time.monotonic())
@@ -69,7 +69,7 @@ class Terminal:
 
 def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's ignoring is inherited, and respected
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would inherit that SIGHUP is ignored
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_ctrl_z_stops_all_and_fg_continues(launcher: Launcher, terminals: list[T
     )
     terminals.append(terminal)
     terminal.read_until("ready", count=2)
-    # As a shell does it: in a group of its own the launcher can stop. Its session has no other, so the
-    # terminal's Ctrl-Z would be ignored as that of an orphaned group; the signal is the same.
+    # The launcher's process group is the only one of its session, and so orphaned: the kernel would ignore a
+    # Ctrl-Z of the terminal. The test sends the same signal itself.
     terminal.process.send_signal(signal.SIGTSTP)
     _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)

@@ -1,4 +1,4 @@
-"""`paceline top` beside a job that runs, in a real terminal; and what it says where there is none."""
+"""`paceline top` beside a running job, on a real terminal and without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 from tests.launch.conftest import WITHIN_S, Launcher
 
-# Ranks that record as if they trained: no framework need be imported for it.
+# Ranks that record as if they trained, without a framework.
 RECORDS = """
     import paceline
     from paceline.trace.recording import recording
@@ -75,11 +75,11 @@ class Top:
         return self.wait()
 
     def wait(self) -> int:
-        """Reads on meanwhile: a terminal that nobody reads would block it."""
+        """Wait for its end, and read meanwhile, because a terminal that is not read would block it."""
         while True:
             try:
                 self.seen += os.read(self._master, 4096).decode()
-            except OSError:  # noqa: PERF203  # the last one to write has closed it
+            except OSError:  # noqa: PERF203  # the last writer has closed the terminal
                 break
         os.close(self._master)
         return self._process.wait(WITHIN_S)
@@ -96,7 +96,7 @@ def once(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def until_recorded(folder: Path, job: subprocess.Popen[str]) -> None:
-    """Until both ranks have written a backward: they record into files that are there before."""
+    """Wait until both ranks have recorded a backward. Their files exist before that."""
     deadline = time.monotonic() + WITHIN_S
     done = None
     while time.monotonic() < deadline and job.poll() is None:

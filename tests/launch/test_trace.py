@@ -1,4 +1,4 @@
-"""`paceline run --trace` and `paceline trace`: a rank is killed, and what all did is still there."""
+"""`paceline run --trace` and `paceline trace`: after a rank is killed, the recordings of all ranks remain."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def test_a_killed_rank_leaves_its_last_backwards(launcher: Launcher) -> None:
 
     listed = paceline("trace", folder=folder)
     assert listed.stdout.endswith("2 ranks  script.py: exit status 137\n")
-    told = paceline(
+    shown = paceline(
         "trace", listed.stdout.split()[0], "--passes", "2", "--output", "later.json", folder=folder
     )
-    assert told.returncode == 0, told.stderr
-    rows = [line.split() for line in told.stdout.splitlines()]
+    assert shown.returncode == 0, shown.stderr
+    rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[3:7]] == [["4", "0"], ["4", "1"], ["5", "0"], ["5", "1"]]
-    assert "rank 1 (pid " in told.stdout
-    assert "PeerLostError: Rank 1 of 2 died" in told.stdout
+    assert "rank 1 (pid " in shown.stdout
+    assert "PeerLostError: Rank 1 of 2 died" in shown.stdout
     assert read_trace(folder / "later.json").keys() == threads.keys()
 
 
-def test_a_place_that_cannot_be_written_is_reported_before_anything_starts(launcher: Launcher) -> None:
+def test_an_output_that_cannot_be_written_is_reported_before_ranks_start(launcher: Launcher) -> None:
     launcher.write("print('started')")
     done = paceline("run", "-n", "2", "--trace", "none/out.json", "script.py", folder=launcher.folder)
     assert done.returncode == 2
@@ -126,16 +126,16 @@ SLOW_LOADER = """
 
 
 def test_a_rank_that_sleeps_in_its_data_loader_is_named_at_the_end(launcher: Launcher) -> None:
-    """Its loader ends only when the other rank has come to the end of its backward, and later."""
+    """Rank 1 loads each row 60 ms after rank 0 has ended the backward of that row, or later."""
     folder = launcher.folder
     launcher.write(SLOW_LOADER)
     command = ("run", "-n", "2", "--trace", "out.json", "script.py")
-    few = {"PACELINE_TRACE_RECORDS": "2048"}  # which rank 1 reads again and again
+    few = {"PACELINE_TRACE_RECORDS": "2048"}  # rank 1 reads the recording again and again
     done = paceline(*command, folder=folder, python=warm_python("torch"), **few)
     assert done.returncode == 0, done.stderr
     (said,) = [line for line in done.stderr.splitlines() if "the others waited for" in line]
     assert said.startswith("paceline: the others waited for rank 1 of 2 (host ")
-    # A rank without a core may come last although the other one has slept.
+    # A rank that gets no core may be late although the other one slept.
     share = re.search(r"in (\d+) % of (20|21) steps, ", said)
     assert share is not None and int(share[1]) >= 50
     assert " Why: its data loading took " in said

@@ -1,4 +1,4 @@
-"""`paceline tune` with scripts that record batches without a framework: real jobs that take turns."""
+"""`paceline tune` with scripts that record batches without a framework, as real jobs that take turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.cli import main
 from paceline.tune import compare
 from tests.launch.conftest import WITHIN_S
 
-# With one rank a step takes 10 times as long as with two: no load of the machine turns that round.
+# With one rank a step takes 10 times as long as with two, so no load of the machine reverses the result.
 TRAINS = """
 import os, sys, time
 from paceline.trace.recording import recording
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, where the answers are stored, too; turns are short."""
+    """An empty folder, which is also the cache of tune's answers. Turns are short."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -48,12 +48,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """All processes but ours that were started with this folder in their environment."""
+    """All other processes that have this folder as TMPDIR in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             text = path.read_bytes()
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or belongs to another user
             continue
         if b"TMPDIR=" + os.fsencode(folder) + b"\0" in text and int(path.parent.name) != os.getpid():
             found.append(int(path.parent.name))
@@ -82,7 +82,7 @@ def test_the_fastest_layout_is_found_stored_and_used(folder: Path, capfd: pytest
     assert "by `paceline tune` of 2" in said and "other arguments" not in said
 
 
-def test_a_script_that_ends_early_is_reported_and_what_there_is_counts(
+def test_a_script_that_ends_early_is_reported_with_its_measurements(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").write_text(TRAINS)
@@ -93,7 +93,7 @@ def test_a_script_that_ends_early_is_reported_and_what_there_is_counts(
     assert "Nothing is stored" in shown and not (folder / "cache").exists()
 
 
-def test_a_script_that_comes_to_nothing_is_reported_why(
+def test_the_reason_why_a_script_gives_no_answer_is_reported(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def tuned(script: str, *options: str) -> str:
@@ -111,7 +111,7 @@ def test_a_script_that_comes_to_nothing_is_reported_why(
     assert "1 rank x " in failed and "failed: ValueError: no data for 1" in failed
     assert "failed: ValueError: no data for 2" in failed
     assert "the script ended without a backward" in tuned("print('done')", "--ranks", "1")
-    # This is the one that is to reach its deadline.
+    # This case must reach its deadline.
     hangs = tuned("import time; time.sleep(1000)", "--ranks", "1", "--seconds", "2")
     assert "no backward of a wrapped model within" in hangs
     assert "--seconds 4 gives it longer" in hangs
@@ -163,7 +163,7 @@ def test_nothing_is_left_of_stopped_jobs_however_tune_ends(folder: Path, signum:
         ([], "paceline tune [options] script.py"),
     ],
 )
-def test_wrong_options_are_told_before_anything_starts(
+def test_wrong_options_are_reported_before_anything_starts(
     folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").write_text("open('started', 'w')")

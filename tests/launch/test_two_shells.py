@@ -1,4 +1,4 @@
-"""Ranks that torch's agent starts: `paceline run --nnodes 2`, in two shells of a machine as on two hosts."""
+"""`paceline run --nnodes 2`, where torch's agent starts ranks, in two shells of a machine."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_two_shells_are_two_hosts(host: str, numbers: tuple[int | None, ...], tm
         )
     done = [launcher.communicate(timeout=WITHIN_S) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], done
-    told = [output for output, _ in done]
-    assert sorted(told) == [f"rank {rank} of 2, 0 here: 1.5\n" for rank in range(2)], done
+    outputs = [output for output, _ in done]
+    assert sorted(outputs) == [f"rank {rank} of 2, 0 here: 1.5\n" for rank in range(2)], done
     if None not in numbers:
-        assert [f"rank {number} of 2" in output for number, output in zip(numbers, told)] == [True, True]
+        assert [f"rank {number} of 2" in output for number, output in zip(numbers, outputs)] == [True, True]
 
 
 def test_ranks_that_failed_are_shown_without_the_traceback_of_the_agent(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.communicator.hosts import GlooTransport
 from tests.harness import kept_ranks, ranks
-from tests.local_sgd_reference import Outer, meet, values_of
+from tests.local_sgd_reference import Outer, sync, values_of
 from tests.several_hosts import be_on_host, noting
 
 WIDTH = 6
@@ -92,7 +92,7 @@ class Simulation:
 
     def meet(self, weights: Sequence[float] | None = None) -> None:
         weights = weights or [len(ranks) for ranks in self.members]
-        meet(self.replicas, self.begun, self.velocity, weights, self.outer)
+        sync(self.replicas, self.begun, self.velocity, weights, self.outer)
 
 
 def hosts_of(world_size: int, num_hosts: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Runs an example as a user does, and records gradients and parameters at each step of an optimizer.
+"""Runs an example as a user does, and records gradients and parameters in each step of an optimizer.
 
 The head of an example shows the diff against the script with the framework's own wrapper. `beside_own_ddp`
 runs both sides of that diff.
@@ -25,7 +25,7 @@ WITHIN_S = 400
 
 
 class Recorded(NamedTuple):
-    """The output of the ranks of a run; and, for each rank, gradients and parameters of all steps."""
+    """The output of a run, and the gradients and parameters of all steps of each rank."""
 
     printed: str
     gradients: list[np.ndarray]
@@ -77,7 +77,7 @@ def assert_same_bits(*runs: Recorded) -> None:
 def assert_first_gradients_close(run: Recorded, other: Recorded, num_steps: int) -> None:
     """Check that the gradients of the first two steps are the same except for rounding.
 
-    Rounding grows in later steps: an optimizer of Adam's kind divides a gradient near zero by its own size.
+    Rounding errors grow in later steps: an optimizer like Adam divides a gradient near zero by its own size.
     """
     mine, others = (each.gradients[0].reshape(num_steps, -1)[:2] for each in (run, other))
     np.testing.assert_allclose(mine, others, rtol=1e-4, atol=1e-5)
@@ -101,7 +101,7 @@ class _Recorder:
         self.parameters: list[np.ndarray] = []
 
     def record(self, parameters: Sequence[Any]) -> None:
-        """Record the parameters of an optimizer that has made a step."""
+        """Record these parameters and their gradients."""
         self.gradients.append(np.concatenate([each.grad.numpy().ravel() for each in parameters]))
         self.parameters.append(np.concatenate([each.detach().numpy().ravel() for each in parameters]))
 
@@ -115,7 +115,7 @@ class _Recorder:
         register_optimizer_step_post_hook(record)
 
     def watch_paddle(self) -> None:
-        """Record each step of the optimizers of Paddle that the examples have."""
+        """Record each step of the optimizers of Paddle that the examples use."""
         from paddle.optimizer import AdamW, Momentum
 
         for optimizer_class in (AdamW, Momentum):
@@ -123,7 +123,7 @@ class _Recorder:
 
             def step_and_record(optimizer: Any, step: Any = step) -> None:
                 step(optimizer)
-                # Paddle's lists also have the running statistics of batch norms.
+                # Paddle's lists also include the running statistics of batch norms.
                 self.record([each for each in optimizer._parameter_list if not each.stop_gradient])
 
             optimizer_class.step = step_and_record
@@ -147,8 +147,8 @@ def _main() -> None:
         gradients=np.concatenate(recorder.gradients),
         parameters=np.concatenate(recorder.parameters),
     )
-    # All leave together: with the framework's own wrapper, a rank was seen to stay forever when another one
-    # had destroyed its group.
+    # All ranks leave together: with the framework's own wrapper, a rank hung forever when another one had
+    # destroyed its group.
     while not all((folder / f"{rank}.npz").exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.01)
     if not is_paddle:

@@ -1,4 +1,4 @@
-"""The examples, as a user runs them; small."""
+"""Small runs of the examples, as a user starts them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def paceline_run(python: str = sys.executable) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Started as by a user, like torch's DDP below; other tests begin with torch imported."""
+    """Started as by a user, like torch's DDP below. Other tests start processes with torch imported."""
     return digits(paceline_run(), tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -55,7 +55,7 @@ def assert_same_weights(some, others):
         )
 
 
-def test_several_processes_train_the_model_of_one(two_ranks, tmp_path):
+def test_several_processes_train_the_same_model_as_one(two_ranks, tmp_path):
     report, several = two_ranks
     _, alone = digits([warm_python("torch")], tmp_path)
     assert report["replicas_are_identical"] is True

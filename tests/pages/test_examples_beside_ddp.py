@@ -28,14 +28,14 @@ def of(framework: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_resnet_has_the_very_parameters_of_the_frameworks_own_wrapper(framework, tmp_path):
+def test_a_resnet_gets_the_same_bits_as_with_the_frameworks_own_wrapper(framework, tmp_path):
     ours, own = beside_own_ddp(warm_python(framework), of(framework, "resnet.py"), tmp_path, RESNET)
     assert_same_bits(ours, own)
     losses = ours.values("loss")
     assert losses[-1] < losses[0], ours.printed
 
 
-def test_a_gan_has_the_very_parameters_of_torchs_ddp(tmp_path):
+def test_a_gan_gets_the_same_bits_as_with_torchs_ddp(tmp_path):
     ours, own = beside_own_ddp(warm_python("torch"), "gan.py", tmp_path, GAN)
     assert_same_bits(ours, own)
     errors = ours.values("mean image off by")
@@ -44,7 +44,7 @@ def test_a_gan_has_the_very_parameters_of_torchs_ddp(tmp_path):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_gpt_with_weights_trains_as_one_process_with_the_whole_batch(framework, tmp_path):
-    """Also beside the script with the framework's own wrapper, which scales each loss by hand."""
+    """And as the script with the framework's own wrapper, which scales each loss by hand."""
     python, name = warm_python(framework), of(framework, "gpt.py")
     ours, own = beside_own_ddp(python, name, tmp_path, GPT)
     alone = recorded(python, EXAMPLES / name, tmp_path / "alone", GPT, num_ranks=1)

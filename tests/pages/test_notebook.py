@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "notebook.md"
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for all these tests: each cell sees the remains of earlier ones."""
+    """One kernel for all these tests, so each cell runs after the failures and interrupts of earlier ones."""
     kernel = Kernel(tmp_path_factory.mktemp("k"))
     kernel.run("import os, time\nimport paceline")
     yield kernel
@@ -29,13 +29,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 def children(pid: int) -> set[int]:
-    """Processes that a process has started and that still run."""
+    """The child processes of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
-def test_what_ranks_print_comes_while_they_run(kernel: Kernel, tmp_path: Path) -> None:
-    """Each rank continues only when the cell shows the earlier output of both."""
+def test_the_output_of_ranks_is_shown_while_they_run(kernel: Kernel, tmp_path: Path) -> None:
+    """Each rank continues only when the cell shows the earlier output of both ranks."""
     cell = f"""
 folder = {str(tmp_path)!r}
 
@@ -76,7 +76,7 @@ paceline.spawn(fail, nprocs=2, grace_s=0.5)
         shown.error,
     )
     assert "ValueError" not in shown.stdout + shown.stderr
-    # The cell shows the stack of the hang; of Paceline's frames, only the call that raises.
+    # The cell shows the stack of the hanging rank. Its own traceback has one frame of Paceline.
     assert re.search(r"where rank 0 is:\n(.*\n)?\s+Cell In\[\d+\], line 4 in fail", shown.stderr)
     assert "ipykernel_" not in shown.error + shown.stderr
     assert len(re.findall(r"^File .*paceline", shown.traceback, re.M)) == 1
@@ -103,7 +103,7 @@ paceline.spawn(stay, nprocs=2, grace_s=5)
     )
     assert shown.error == "KeyboardInterrupt: "
     assert len(pids) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # gone before the cell ended
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # they ended before the cell did
     assert children(kernel.pid) <= before
     for rank in (0, 1):
         where = (
@@ -114,7 +114,7 @@ paceline.spawn(stay, nprocs=2, grace_s=5)
 
 
 def test_the_cells_of_the_page_run_in_a_kernel_whose_torch_has_threads(kernel: Kernel) -> None:
-    """In the same kernel as the cells that failed and were stopped; and twice."""
+    """The cells run twice, in the same kernel as the cells that failed and were stopped."""
     text = PAGE.read_text()
     cells = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     output = re.search(r"```\n(\[rank .*?)```$", text, re.M | re.S)

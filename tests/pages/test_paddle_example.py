@@ -86,7 +86,7 @@ def test_the_documented_example_runs_under_every_launcher(tmp_path: Path) -> Non
     }
     warm = warm_python("paddle")
     started = {}
-    for name, command in commands.items():  # all at once: they wait for each other most of the time
+    for name, command in commands.items():  # all at once, because processes wait most of the time
         python = sys.executable if "spawn" in name else warm
         started[name] = subprocess.Popen(
             [python, *command, name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -1,4 +1,4 @@
-"""The tutorials: each script runs as its page describes, and prints the page's output, except for numbers."""
+"""Each tutorial's script runs as the page describes, and prints the page's output except for numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import tutorials
 from tests.tutorials import FOLDER, Step, steps, words_of
 
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
-# Takes a minute, and needs an idle machine: test_tune.py has shorter ones.
+# Left out: it takes a minute, and needs an idle machine. test_tune.py has shorter runs.
 TUNES = ["paceline", "tune", "gru.py"]
 
 
@@ -27,12 +27,12 @@ def test_a_tutorial_runs_as_it_says(page: str, tmp_path: Path) -> None:
             assert outputs == [""]
             continue
         assert len(outputs) == len(step.shown), f"{' '.join(step.command)}: the page does not show its output"
-        # Of two hosts, either may be the first.
+        # Either of two hosts may be the first.
         assert sum(map(words_of, outputs), words_of("")) == sum(map(words_of, step.shown), words_of(""))
 
 
 def shortened(step: Step) -> Step:
-    """Runs the tuned script, for some steps, instead of the command that tunes."""
+    """Replace the command that tunes by a run of the same script for three steps."""
     if step.command != TUNES:
         return step
     script = step.files["gru.py"]
@@ -42,9 +42,9 @@ def shortened(step: Step) -> Step:
 
 
 def test_the_tutorials_are_in_an_order() -> None:
-    """Each is in the list of the start page of the tutorials, and leads to the next one."""
+    """Each tutorial is in the list of the start page, and links to the next one."""
     listed = FOLDER.joinpath("index.md").read_text().partition(":hidden:")[2].split("```")[0].split()
     assert sorted(listed) == PAGES
     for page, following in itertools.pairwise(listed):
         ending = (FOLDER / f"{page}.md").read_text().rpartition("\nNext: [")[2]
-        assert f"({following}.md)" in ending or page == "torch-script"  # it is beside the Paddle script
+        assert f"({following}.md)" in ending or page == "torch-script"  # an alternative to the next page

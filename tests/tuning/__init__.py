@@ -1,1 +1,1 @@
-"""Checks the answers of `paceline tune`: `python -m tests.tuning` measures all layouts for long."""
+"""`python -m tests.tuning` checks the answers of `paceline tune` with long measurements of all layouts."""

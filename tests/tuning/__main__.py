@@ -1,8 +1,8 @@
-"""Is the answer of `paceline tune` within 5 % of the best layout, for three models?
+"""Checks for three models that the answer of `paceline tune` is within 5 % of the best layout.
 
-The best layout is found without any code of `paceline tune`: each layout is launched anew in each round,
-alone on the machine, and the script reports its rate by its own clock. The layouts take turns. It takes some
-minutes, on an idle machine.
+The best layout is found without any code of `paceline tune`: in each round, each layout is launched anew and
+runs alone on the machine, and the script reports its rate by its own clock. This takes some minutes, and
+needs an idle machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=5, help="launches of each layout (default: %(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each launch (default: %(default)g)")
-    parser.add_argument("--tune-seconds", type=float, default=60.0, help="for tune (default: %(default)g)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="duration of each launch (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--tune-seconds", type=float, default=60.0, help="paceline tune --seconds (default: %(default)g)"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     args = parser.parse_args()
     lines = [
@@ -63,7 +67,7 @@ def main() -> int:
 
 
 def tuned(model: str, seconds: float) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """The layout that tune recommends, and all that it has tried."""
+    """Run tune; return the layout that it recommends, and all layouts that it tried."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "answer.json")
         command = ["tune", "--seconds", str(seconds), "--json", str(report), SCRIPT, model]
@@ -76,7 +80,7 @@ def tuned(model: str, seconds: float) -> tuple[tuple[int, int], list[tuple[int, 
 def exhaustive(
     model: str, layouts: list[tuple[int, int]], rounds: int, seconds: float
 ) -> dict[tuple[int, int], list[float]]:
-    """Samples per second of each layout, by launch."""
+    """Launch each layout in each round; return its samples per second, by launch."""
     rates: dict[tuple[int, int], list[float]] = {layout: [] for layout in layouts}
     for number in range(rounds):
         for layout in layouts if number % 2 == 0 else layouts[::-1]:
@@ -88,7 +92,7 @@ def exhaustive(
 
 
 def run(arguments: list[str], **environment: str) -> str:
-    """The stdout of a command of Paceline; its stderr goes to our own."""
+    """Run a command of Paceline, and return its standard output."""
     ended = subprocess.run(
         [sys.executable, "-m", "paceline", *arguments],
         env={**os.environ, **environment},

@@ -1,6 +1,6 @@
-"""A typical training script of a user, with three models. Its batch is divided among the ranks.
+"""A typical training script of a user, with three models. The ranks divide each batch among themselves.
 
-It reports its rate, by its own clock and its own count of steps, when it ends after `--seconds`.
+After `--seconds` it ends, and reports its rate by its own clock and its own count of steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     inputs, targets = torch.randn(16, batch, *shape), torch.randint(10, (16, batch))
 
     def steps_for(seconds: float) -> tuple[int, float]:
-        """Train until rank 0's clock ends it; return steps and seconds."""
+        """Train for this long by rank 0's clock; return the steps and the seconds that they took."""
         steps, begin = 0, time.perf_counter()
         is_over = torch.zeros(1)
         while not is_over.item():

@@ -32,7 +32,7 @@ def config(**arguments: Any) -> Any:
 
 @pytest.mark.skipif(
     not hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
-    reason="torch before 2.7 can be told what not to trace by its compiler alone",
+    reason="before torch 2.7, only its compiler can exclude code from tracing",
 )
 def test_a_step_does_not_import_the_compiler() -> None:
     """It takes seconds, on every rank. A single rank averages, with hooks, if it is to raise on a NaN."""

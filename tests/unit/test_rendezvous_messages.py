@@ -71,8 +71,8 @@ def test_reading_gives_the_right_kinds_or_a_message_error(raw):
 
 def test_what_is_written_is_read():
     assert read_hello(write_object(asdict(HELLO))) == HELLO
-    error = read_failure(write_failure(RendezvousError("Nobody came.", seen="nothing", missing=(1, 3))))
-    assert error.summary == "Rank 0 gave up: Nobody came."
+    error = read_failure(write_failure(RendezvousError("No rank came.", seen="nothing", missing=(1, 3))))
+    assert error.summary == "Rank 0 gave up: No rank came."
     assert "nothing" in error.seen
     assert error.missing == (1, 3)
     with pytest.raises(MessageError, match="not of type int"):
