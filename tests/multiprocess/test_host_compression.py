@@ -1,4 +1,4 @@
-"""Gradients that are sent in fewer bytes between hosts, with error feedback: `compress_between_hosts`."""
+"""`compress_between_hosts`: compressed gradients between hosts, with error feedback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS = ("bf16", "fp16", "int8", "topk")
 LAYOUTS = [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), (3, ALONE, 3), (3, TWO_AND_ONE, 2), (5, (0, 1, 1, 2, 2), 3)]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
-_made: list[CodedSums] = []  # in this process; no public name leads to what the latest model has kept
+_made: list[CodedSums] = []  # all of this process: no public name reaches a model's residuals
 
 
 def _note_codes(init):
@@ -58,13 +58,13 @@ CodedSums.__init__ = _note_codes(CodedSums.__init__)
 
 
 def same_on_all_ranks(text: str) -> bool:
-    told: list[object] = [None] * int(os.environ["WORLD_SIZE"])
-    torch.distributed.all_gather_object(told, text)
-    return len(set(told)) == 1
+    texts: list[object] = [None] * int(os.environ["WORLD_SIZE"])
+    torch.distributed.all_gather_object(texts, text)
+    return len(set(texts)) == 1
 
 
 def undelivered(wrapped: DistributedDataParallel) -> list[np.ndarray]:
-    """For each parameter, what the ranks of all hosts have kept: mean over the hosts, by their ranks."""
+    """Return each parameter's residual: the mean over the hosts, weighted by their numbers of ranks."""
     codes = _made[-1]
     hosts: list[object] = [None] * int(os.environ["WORLD_SIZE"])
     torch.distributed.all_gather_object(hosts, own := shared_memory._host_hint()[0])
@@ -81,7 +81,7 @@ def undelivered(wrapped: DistributedDataParallel) -> list[np.ndarray]:
     [(*layout, kind) for number, layout in enumerate(LAYOUTS) for kind in KINDS[number % 2 :: 2]],
 )
 @kept_ranks("world_size", group="gloo")
-def test_what_has_been_sent_and_what_is_kept_are_the_gradients(rank, world_size, layout, num_hosts, kind):
+def test_sent_gradients_and_residuals_add_up_to_the_exact_ones(rank, world_size, layout, num_hosts, kind):
     place(rank, layout, num_hosts)
     net = network()
     wrapped = DistributedDataParallel(net, bucket_cap_mb=0.01, compress_between_hosts=kind)
@@ -103,8 +103,8 @@ def test_what_has_been_sent_and_what_is_kept_are_the_gradients(rank, world_size,
 
 @each_kind
 @kept_ranks(3, group="gloo")
-def test_what_an_owner_sends_is_what_it_keeps(rank, kind):
-    """Three hosts and large shares: sums over all hosts are encoded, too."""
+def test_an_owner_uses_the_decoded_sums_that_it_sends(rank, kind):
+    """Three hosts and large shards, so that the sums over all hosts are encoded too."""
     place(rank, ALONE, 3)
     torch.manual_seed(0)
     net = nn.Linear(300, 200, bias=False)
@@ -112,7 +112,7 @@ def test_what_an_owner_sends_is_what_it_keeps(rank, kind):
     (bucket,) = wrapped.bucket_layout()
     assert not plan_route(bucket.nbytes // 4, 4, 0, 1, 3).is_one_round
     x = torch.linspace(0.5, 1.5, 300)[None]
-    by_rank = [x, 2 * x.flip(1), 3 * x]  # not the same order: of sums of what is sent, not all can be sent
+    by_rank = [x, 2 * x.flip(1), 3 * x]  # the ranks send different elements: topk can't send all of their sum
     if kind == "topk":
         by_rank = [sparse(each) for each in by_rank]
     sent = np.zeros(300)
@@ -121,7 +121,7 @@ def test_what_an_owner_sends_is_what_it_keeps(rank, kind):
         wrapped(by_rank[rank]).sum().backward()
         assert same_on_all_ranks(digest(net))
         sent += net.weight.grad.double().numpy().mean(0)
-    # Rounding after each step alone would not come near: of three values topk sends one.
+    # Without error feedback the mean would be far off: topk sends one of three values that are not 0.
     allowed = {"bf16": 1e-3, "fp16": 1e-3, "int8": 1e-3, "topk": 0.25}[kind]
     assert_allclose(sent / 32, sum(by_rank)[0] / 3, rtol=allowed)
 
@@ -135,7 +135,7 @@ def test_weighted_means(rank, layout, kind):
     place(rank, layout, 3)
     net = network()
     wrapped = DistributedDataParallel(net, compress_between_hosts=kind)
-    weights = [1.0, 2.5, 0.0, 0.0, 1e-3, 300.0]  # of the first layout, a host has none
+    weights = [1.0, 2.5, 0.0, 0.0, 1e-3, 300.0]  # in the first layout, all weights of the second host are 0
     if kind == "topk":
         for parameter in net.parameters():
             parameter.register_hook(sparse)
@@ -157,13 +157,13 @@ def test_weighted_means(rank, layout, kind):
 @pytest.mark.parametrize("layout", [BLOCKS, (0, 0, 0, 1)])
 @each_kind
 @kept_ranks(4, group="gloo")
-def test_no_infinity_is_hidden(rank, kind, layout):
+def test_values_that_are_not_finite_are_reported(rank, kind, layout):
     place(rank, layout)
     net = network()
     wrapped = DistributedDataParallel(net, nonfinite="raise", compress_between_hosts=kind)
     backward(wrapped, 0, rank, 4)
     for bad in (math.inf, math.nan):
-        net.zero_grad()  # the means are in place on every rank when it raises, as on one host
+        net.zero_grad()  # every rank has the means in place before it raises, as on one host
         with pytest.raises(NonFiniteGradientError) as caught:
             (wrapped(rows(1, 4)[rank::4]).sum() * (bad if rank == 2 else 1.0)).backward()
         assert set(caught.value.nonfinite) == {2} and "3.weight" in caught.value.nonfinite[2]
@@ -177,7 +177,7 @@ def test_no_infinity_is_hidden(rank, kind, layout):
         wrapped(rows(1, 4)[rank::4]).sum().backward()
     assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite, caught.value
     hook.remove()
-    for step in range(3):  # and none is kept
+    for step in range(3):  # no infinity stays in the residuals
         backward(wrapped, step, rank, 4)
         assert all(torch.isfinite(parameter.grad).all() for parameter in net.parameters())
 
@@ -188,7 +188,7 @@ def test_errors_move_with_parameters_when_buckets_are_laid_out_anew(rank, layout
     place(rank, layout)
 
     class Backwards(nn.Module):
-        """Gradients come in the order of registration, which the first plan does not expect."""
+        """Its gradients become ready in the order of registration, which the first plan does not expect."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -227,8 +227,8 @@ def test_bytes_between_hosts(rank, kind, monkeypatch):
     net = nn.Linear(512, 512, bias=False)
     wrapped = DistributedDataParallel(net, compress_between_hosts=kind)
     wrapped(torch.ones(1, 512)).sum().backward()
-    share = {"bf16": 0.5, "fp16": 0.5, "int8": 0.2539, "topk": 0.0235}[kind]
-    assert share * 2**20 <= sum(sizes) < share * 2**20 + 5000  # headers and a report
+    fraction = {"bf16": 0.5, "fp16": 0.5, "int8": 0.2539, "topk": 0.0235}[kind]
+    assert fraction * 2**20 <= sum(sizes) < fraction * 2**20 + 5000  # plus headers and a report
 
 
 @kept_ranks(4, group="gloo")
@@ -267,27 +267,27 @@ def test_backwards_without_a_parameter_or_without_data(rank, layout):
         wrapped(rows(1, 4))
     with pytest.raises(SkippedPassError):
         backward(wrapped, 1, rank, 4)
-    for step in range(2, 3 if rank > 1 else 5):  # a whole host ends first
+    for step in range(2, 3 if rank > 1 else 5):  # in the first layout, a whole host runs out of data first
         backward(wrapped, step, rank, 4)
     wrapped.finish()
 
 
 @kept_ranks(2, group="gloo")
-def test_on_one_host_it_does_nothing_and_says_so_once(rank):
+def test_on_one_host_it_does_nothing_and_warns_once(rank):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net = network()
         wrapped = DistributedDataParallel(net, compress_between_hosts="int8")
         backward(wrapped, 0, rank, 2)
-    told = [str(each.message) for each in caught if "compress_between_hosts" in str(each.message)]
-    assert len(told) == (rank == 0) and all("does nothing" in text for text in told)
+    texts = [str(each.message) for each in caught if "compress_between_hosts" in str(each.message)]
+    assert len(texts) == (rank == 0) and all("does nothing" in text for text in texts)
     assert wrapped.gradient_path == "memory"
     for parameter, expected in zip(net.parameters(), in_one_process(0, 2), strict=True):
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 @kept_ranks(3, group="gloo")
-def test_where_it_is_not_possible_it_is_refused(rank):
+def test_options_that_exclude_it_are_refused(rank):
     for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
         with pytest.raises(ConfigError, match="compress_between_hosts") as caught:
             DistributedDataParallel(network(), compress_between_hosts="int8", **options)

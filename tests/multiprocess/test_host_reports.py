@@ -1,4 +1,4 @@
-"""Reports of ranks in the memory of a host, against plain lists of bytes."""
+"""`HostReports`: reports that the ranks of a host exchange in its memory, against plain lists of bytes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_gets_all_reports_by_rank(group, world_size: int) -> None:
     reports = HostReports(group._core)
-    for number in range(50):  # of changing lengths, also empty ones
+    for number in range(50):  # of different lengths, some of them empty
         of_rank = [bytes([rank, number]) * (number % 7) for rank in range(world_size)]
         assert gather(reports, of_rank[group.rank], group.rank, world_size) == of_rank
 
 
 @kept_ranks(2)
-def test_reports_that_are_given_up_do_not_disturb_later_ones(group) -> None:
+def test_abandoned_reports_do_not_disturb_later_ones(group) -> None:
     reports = HostReports(group._core)
-    reports.begin(b"given up")
+    reports.begin(b"abandoned")
     assert gather(reports, b"wanted %d" % group.rank, group.rank, 2) == [b"wanted 0", b"wanted 1"]
 
 
 @kept_ranks(2)
-def test_reports_of_other_lengths_raise(group) -> None:
+def test_reports_of_different_lengths_raise(group) -> None:
     with pytest.raises(CollectiveError, match="bytes"):
         gather(HostReports(group._core), b"." * (1 + group.rank), group.rank, 2)
 
 
 @ranks(2, dies={1: 7})
-def test_a_report_counts_although_its_rank_has_died_since(group) -> None:
-    """Else ranks would not agree whether the backward was good."""
+def test_a_report_counts_even_if_its_rank_died_after_it(group) -> None:
+    """Otherwise the ranks would disagree about whether the backward was good."""
     reports = HostReports(group._core)
     if group.rank:
         until_told("started", [0])
@@ -59,4 +59,4 @@ def test_a_report_counts_although_its_rank_has_died_since(group) -> None:
     gathering.wait()
     assert rows() == [b"first ones", b"last words"]
     with pytest.raises(PeerLostError, match="ank 1"):
-        reports.begin(b"to nobody")
+        reports.begin(b"to no rank")

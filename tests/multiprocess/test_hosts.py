@@ -1,6 +1,6 @@
-"""Gradients over several hosts: sums in the memory of each, then between them.
+"""Gradients over several hosts: sums in each host's memory first, then between hosts.
 
-Ranks are on several hosts where each says so: `_host_hint` shows who could share memory.
+Each rank sets which host it is on: `_host_hint` decides which ranks can share memory.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from tests.several_hosts import be_on_host, noting, send_values
 BLOCKS = "block"
 ROUND_ROBIN = "round robin"
 ALONE = "alone"
-"""Ranks of two per host, one after another or in turn; and one rank per host."""
+"""Two ranks per host, in blocks or round robin; and one rank per host."""
 TWO_AND_ONE = (0, 0, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
-"""The host of each rank. There only one rank of each host has a share: the first."""
+"""The host of each rank. In these layouts only the first rank of each host has a shard."""
 Layout = str | tuple[int, ...]
 
 
 def place(rank: int, layout: Layout = BLOCKS, num_hosts: int = 2) -> None:
-    """Say that this rank is on one of several hosts."""
+    """Place this rank on one of several hosts."""
     world_size = int(os.environ["WORLD_SIZE"])
     if isinstance(layout, tuple):
         number = layout[rank]
@@ -84,7 +84,7 @@ def backward(model: nn.Module, step: int, rank: int, world_size: int, width: int
 
 
 def in_one_process(step: int, world_size: int, weights: list[float] | None = None) -> list[np.ndarray]:
-    """Gradients of the whole batch, or of its weighted mean over the ranks, in float64."""
+    """Return the gradients of the whole batch, or of its weighted mean over the ranks, in float64."""
     net = network().double()
     x = rows(step, world_size).double()
     weights = weights or [1.0] * world_size
@@ -94,7 +94,7 @@ def in_one_process(step: int, world_size: int, weights: list[float] | None = Non
 
 
 def sparse(values: torch.Tensor) -> torch.Tensor:
-    """One value of 12, the rest is 0: "topk", which sends 8 of 256, sends all of them within a few steps."""
+    """Keep one value of 12: "topk", which sends 8 of 256, sends all of them within a few steps."""
     flat = values.reshape(-1)
     return torch.where(torch.arange(len(flat)) % 12 == 0, flat, 0.0).view_as(values)
 
@@ -161,9 +161,10 @@ def train_some(
     sends_values: bool = False,
     **options: Any,
 ) -> list[str]:
-    """Digests of the gradients of some backward passes, and of a buffer if sums are exact.
+    """Return digests of the gradients of three backwards, and of a buffer if sums are exact.
 
-    `layout` None: all ranks share one host. `sends_values`: hosts of one rank do, of this small model too.
+    `layout` None: all ranks share one host. `sends_values`: one-rank hosts send gradients and not their sums,
+    even of this small model.
     """
     if layout is not None:
         place(rank, layout, num_hosts)
@@ -210,10 +211,10 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("num_hosts", [2, 3])
-def test_gradients_that_travel_as_they_are_give_the_bits_of_one_host(num_hosts, dtype):
+def test_gradients_that_are_sent_unsummed_give_the_bits_of_one_host(num_hosts, dtype):
     options = {"num_hosts": num_hosts, "dtype": dtype, "weight": some_weight}
     one = run_ranks(train_some, num_hosts, {**options, "layout": None}, group="gloo", kept=True)
-    for sends_values in (False, True):  # in one message each, if they have 16 bits; or in two rounds
+    for sends_values in (False, True):  # in one message each if they have 16 bits, otherwise in two rounds
         with_values = {**options, "layout": ALONE, "sends_values": sends_values}
         alone = run_ranks(train_some, num_hosts, with_values, group="gloo", kept=True)
         assert len(set(map(tuple, one + alone))) == 1
@@ -232,14 +233,14 @@ def test_gradients_of_16_bits_take_16_bits_between_hosts_of_one_rank(rank, monke
             sent.clear()
             net.zero_grad()
             wrapped(torch.ones(1, width, dtype=torch.bfloat16)).sum().backward()
-        assert 2 * width**2 <= sum(sent) < most  # torch's DDP sends as much
+        assert 2 * width**2 <= sum(sent) < most  # torch's DDP sends as many bytes
         assert (len(sent) == 1) == (width == 100)
 
 
-# 0.6 MB go from gradient buffer to gradient buffer, 20 kB of 16 bits in one message.
+# 0.6 MB are sent from gradient buffer to gradient buffer, 20 kB of 16-bit values in one message.
 @pytest.mark.parametrize("width, dtype", [(400, torch.float32), (100, torch.bfloat16)])
 @kept_ranks(2, group="gloo")
-def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank, width, dtype):
+def test_a_weight_of_zero_excludes_values_that_are_not_finite(rank, width, dtype):
     place(rank, ALONE)
     net = nn.Linear(width, width, bias=False, dtype=dtype)
     wrapped = DistributedDataParallel(net, nonfinite="raise")
@@ -265,7 +266,7 @@ def test_exact_sums_are_those_of_one_host_in_every_layout(dtype):
 
 
 @kept_ranks(4, group="gloo")
-def test_exact_sums_are_refused_where_somebody_else_adds(rank):
+def test_exact_sums_are_refused_with_options_that_exclude_them(rank):
     place(rank, ROUND_ROBIN)
     for options in (
         {"reduce_through": "group"},
@@ -302,8 +303,8 @@ def test_a_layout_gives_the_same_bits_on_all_ranks_in_all_runs_and_bucket_sizes(
 
 
 @kept_ranks(3, group="gloo")
-def test_large_shares_go_to_their_owners_and_back(rank):
-    """Three hosts, shares above what goes in one round, several pieces in each message's place."""
+def test_large_shards_go_to_their_owners_and_back(rank):
+    """Three hosts, shards too large for one round, and several messages for each host."""
     place(rank, ALONE, 3)
     torch.manual_seed(0)
     net = nn.Linear(1200, 900, bias=False)  # 4.3 MB: two buckets
@@ -319,7 +320,7 @@ def test_large_shares_go_to_their_owners_and_back(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_more_buckets_than_are_under_way_at_a_time(rank):
+def test_more_buckets_than_are_in_flight_at_a_time(rank):
     place(rank, ALONE)
     net = network(64, 12)
     wrapped = DistributedDataParallel(net, bucket_cap_mb=0.004)
@@ -421,15 +422,15 @@ def test_a_message_of_another_backward_is_refused(rank, sends_values, monkeypatc
     wrapped = DistributedDataParallel(net, timeout_s=10)
     for step in range(2):
         backward(wrapped, step, rank, 2)
-    write = Envelope.write  # each as if it were in the backward after this one
+    write = Envelope.write  # each message gets the number of the next backward
     monkeypatch.setattr(
         Envelope, "write", lambda envelope, number, weight: write(envelope, number + 1, weight)
     )
     with pytest.raises(MismatchError, match="got another message from rank") as caught:
         backward(wrapped, 2, rank, 2)
-    if caught.value.summary.startswith(f"Rank {rank} "):  # else the other one was first, and told
-        told = [text.split(",")[0] for text in (caught.value.expected, caught.value.got)]
-        numbers = [int(text.removeprefix("iteration ")) for text in told]
+    if caught.value.summary.startswith(f"Rank {rank} "):  # otherwise the other rank was first and reported it
+        iterations = [text.split(",")[0] for text in (caught.value.expected, caught.value.got)]
+        numbers = [int(text.removeprefix("iteration ")) for text in iterations]
         assert numbers[1] == numbers[0] + 1
 
 
@@ -452,26 +453,26 @@ def test_receives_are_begun_before_the_backward(rank, monkeypatch):
 
     def make_backward(step: int) -> None:
         backward(wrapped, step, rank, 2)
-        until(lambda: begun[-1:] == ["receive"])  # the thread that waits begins it when the backward is over
+        until(lambda: begun[-1:] == ["receive"])  # the waiting thread begins it after the backward
 
-    for step in range(2):  # the plan is made anew after the first
+    for step in range(2):  # the plan is made again after the first
         make_backward(step)
     begun.clear()
     for step in range(2, 5):
         make_backward(step)
     assert begun == ["send", "receive"] * 3
-    # What has broken by then is met by the next backward: the one that is over has its means, on all ranks.
+    # The next backward raises for what broke meanwhile; the finished one has its means on all ranks.
     is_broken.set()
     backward(wrapped, 5, rank, 2)
     for parameter, expected in zip(net.parameters(), in_one_process(5, 2), strict=True):
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
-    torch.distributed.barrier()  # whoever is first in the next backward tells, and ends the connections
+    torch.distributed.barrier()  # the first rank in the next backward reports it and closes the connections
     with pytest.raises(PeerLostError, match=r"lost rank [01] "):
         backward(wrapped, 6, rank, 2)
 
 
 @kept_ranks(4, group="gloo")
-def test_the_group_alone_on_demand(rank):
+def test_the_process_group_alone_on_request(rank):
     place(rank)
     for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
         wrapped = DistributedDataParallel(network(), find_unused_parameters=True, **options)
@@ -480,7 +481,7 @@ def test_the_group_alone_on_demand(rank):
 
 
 @ranks(4, group="gloo")
-def test_ranks_may_belong_to_groups_of_their_own_before(rank):
+def test_ranks_may_belong_to_other_groups_before(rank):
     torch.distributed.new_group([0, 1])
     torch.distributed.new_group([0])
     place(rank)
@@ -492,7 +493,7 @@ def test_ranks_may_belong_to_groups_of_their_own_before(rank):
 
 
 @ranks(2, group="gloo")
-def test_models_that_are_gone_leave_no_connection(rank):
+def test_deleted_models_leave_no_connection(rank):
     place(rank, ALONE)
 
     def train() -> None:
@@ -504,13 +505,13 @@ def test_models_that_are_gone_leave_no_connection(rank):
     before = files_and_threads()
     for _ in range(3):
         train()
-    # Gloo's threads close what the group had, some time after it; and a model that a thread of ours held when
-    # garbage was collected above is garbage only now.
+    # Gloo's threads close the group's connections some time after it is destroyed; and a model that one of
+    # our threads held when garbage was collected above becomes garbage only later.
     until_no_more_than(before, collecting=True)
 
 
 @ranks(4, group="gloo")
-def test_a_forked_child_that_raises_is_no_rank(rank):
+def test_an_error_in_a_forked_child_is_not_its_ranks(rank):
     place(rank)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=10)
@@ -541,9 +542,9 @@ def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypa
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    torch.distributed.barrier()  # else the other host may still be in the backward that rank 3 has ended
+    torch.distributed.barrier()  # otherwise the other host may still be in the backward that rank 3 has ended
     if rank == 3:
-        monkeypatch.setattr(HierarchicalReducer, at, interrupt)  # a signal comes here
+        monkeypatch.setattr(HierarchicalReducer, at, interrupt)  # as if a signal arrived here
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt if rank == 3 else PeerLostError) as caught:
         backward(wrapped, 2, rank, 4)
@@ -555,21 +556,21 @@ def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypa
 
 
 @ranks(2, group="gloo")
-def test_a_rank_may_leave_before_its_peer_has_got_everything(rank, monkeypatch):
-    """Rank 1 stops between sending and receiving; meanwhile rank 0 ends its last backward, and leaves."""
+def test_a_rank_may_exit_before_its_peer_has_received_everything(rank, monkeypatch):
+    """Rank 1 stops between sending and receiving; meanwhile rank 0 ends its last backward and exits."""
     place(rank, ALONE)
     receive_next = HostExchange._receive_next
 
     def stop(exchange: HostExchange) -> None:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
-        time.sleep(0.1)  # all is sent
+        time.sleep(0.1)  # everything is sent
         os.kill(os.getpid(), signal.SIGSTOP)
         receive_next(exchange)
 
     start = GlooTransport.__init__
 
     def start_with_buffers(transport: GlooTransport, *arguments: Any) -> None:
-        """Rank 0's machine takes all that is sent at once, that of rank 1 little before it is read."""
+        """Rank 0's kernel takes all sent bytes at once; rank 1's receives few bytes ahead of the reader."""
         start(transport, *arguments)
         for each in transport._sockets:
             buffer, nbytes = ((socket.SO_SNDBUF, 1 << 22), (socket.SO_RCVBUF, 1 << 12))[rank]
@@ -585,16 +586,16 @@ def test_a_rank_may_leave_before_its_peer_has_got_everything(rank, monkeypatch):
 
 
 def bytes_through(connection: socket.socket) -> tuple[int, int]:
-    """What the other end has confirmed, and what has come from it: of Linux's struct tcp_info."""
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    acknowledged, received = struct.unpack_from("=QQ", told, 120)
+    """Return the bytes that the other end has acknowledged, and the bytes received, from Linux's tcp_info."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    acknowledged, received = struct.unpack_from("=QQ", info, 120)
     return acknowledged, received
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @kept_ranks("world_size", group="gloo")
 def test_a_connection_carries_gradients_in_one_direction(rank, world_size, monkeypatch):
-    """Gloo's thread can't read from a connection while another one writes to it, and asks in a loop."""
+    """Gloo's thread cannot read from a connection while another thread writes to it, and polls meanwhile."""
     place(rank, ALONE, world_size)
     started: list[GlooTransport] = []
     start = GlooTransport.__init__
@@ -617,12 +618,12 @@ def test_a_connection_carries_gradients_in_one_direction(rank, world_size, monke
 
 
 @ranks(2, group="gloo")
-def test_a_rank_leaves_only_once_what_it_has_sent_is_gone(rank, monkeypatch):
+def test_a_rank_exits_only_after_its_messages_are_sent(rank, monkeypatch):
     place(rank, ALONE)
     is_through, sent, gone = threading.Event(), [], []
     is_through.set()
 
-    class OverASlowLink:
+    class SlowTransfer:
         def __init__(self, transfer: Transfer) -> None:
             self._transfer = transfer
             sent.append(self)
@@ -636,13 +637,13 @@ def test_a_rank_leaves_only_once_what_it_has_sent_is_gone(rank, monkeypatch):
 
     def sending_slowly(transport: GlooTransport, host: int, message: Message, tag: int) -> Begin:
         begin = sending(transport, host, message, tag)
-        return lambda: OverASlowLink(begin())
+        return lambda: SlowTransfer(begin())
 
     monkeypatch.setattr(GlooTransport, "sending", sending_slowly)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=30)
     backward(wrapped, 0, rank, 2)
-    until(lambda: gone == sent)  # the thread may be behind
+    until(lambda: gone == sent)  # the thread may still be waiting
     is_through.clear()
     sent.clear()
     gone.clear()

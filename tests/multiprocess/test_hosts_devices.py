@@ -1,6 +1,6 @@
 """Gradients on devices over several hosts, `reduce_through="hosts"`: within each host first, then between.
 
-The devices are stand-ins, tensors of the CPU with Gloo within each host (`tests.stand_in_device`);
+The devices are simulated: CPU tensors, with Gloo within each host (`tests.stand_in_device`).
 `test_ddp_gpu.py` has a test with real ones.
 """
 
@@ -53,7 +53,7 @@ from tests.multiprocess.test_hosts import (
 from tests.stand_in_device import be_a_device
 
 THREE_PER_HOST = (6, BLOCKS, 2)
-"""No bucket can be divided by three ranks: its number of elements is 16 times a power of two, or nearly."""
+"""Bucket sizes are 16 elements times a power of two, or nearly: three ranks cannot divide them evenly."""
 
 
 def wrap(net: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -67,10 +67,10 @@ def assert_same_on_all_ranks(net: nn.Module) -> None:
 
 
 def assert_same_digests(digests: list[str]) -> None:
-    """Of the gradients after each of many backward passes: one exchange for all costs less than they."""
-    told: list[list[str]] = [[]] * int(os.environ["WORLD_SIZE"])
-    torch.distributed.all_gather_object(told, digests)
-    differ = [number for number, each in enumerate(zip(*told, strict=True)) if len(set(each)) != 1]
+    """Compare the digests of many backwards in one exchange, which costs less than one for each."""
+    by_rank: list[list[str]] = [[]] * int(os.environ["WORLD_SIZE"])
+    torch.distributed.all_gather_object(by_rank, digests)
+    differ = [number for number, each in enumerate(zip(*by_rank, strict=True)) if len(set(each)) != 1]
     assert not differ
 
 
@@ -151,7 +151,7 @@ def test_dtypes_side_by_side(rank, world_size, layout, num_hosts, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_more_buckets_than_are_under_way_at_a_time(rank, monkeypatch):
+def test_more_buckets_than_are_in_flight_at_a_time(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
     net = network(depth=8)
@@ -170,7 +170,7 @@ def test_more_buckets_than_are_under_way_at_a_time(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_calls_within_a_host_come_in_the_order_of_the_plan(rank, monkeypatch):
+def test_calls_within_a_host_follow_the_order_of_the_plan(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
     called: list[tuple[str, int, threading.Thread]] = []
@@ -222,14 +222,14 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, monkeypatch):
     assert set(caught.value.nonfinite) == {2} and "3.weight" in caught.value.nonfinite[2]
     backward(wrapped, 2, rank, 4)
     assert_means(net, 2, 4)
-    # One element, which is in the share of one rank on each host: the others see nothing of it between hosts.
+    # One element, in the shard of one rank on each host: the other ranks exchange none of it between hosts.
     handle = net[3].bias.register_hook(lambda gradient: gradient * (math.inf if rank == 1 else 1.0))
     with pytest.raises(NonFiniteGradientError) as caught:
         backward(wrapped, 3, rank, 4)
     assert caught.value.nonfinite == {1: ("3.bias",)}
     handle.remove()
     handle = net[3].bias.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
-    # Sums overflow only where some rank weighs more than was expected.
+    # Sums overflow only if a rank's weight is larger than expected.
     with pytest.raises(NonFiniteGradientError) as caught, wrapped.weight(1.0 + rank):
         backward(wrapped, 3, rank, 4)
     assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite
@@ -239,7 +239,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_void_backwards(rank, monkeypatch):
+def test_skipped_and_failed_backwards(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
     net = network()
@@ -278,7 +278,7 @@ def test_two_models_and_ranks_that_run_out_of_data(rank, monkeypatch):
     for net in nets:
         net.zero_grad()
     x = rows(7, 4)[rank::4]
-    sum(wrapped(x).square().mean() for wrapped in pair).backward()  # buckets of both in turn
+    sum(wrapped(x).square().mean() for wrapped in pair).backward()  # the buckets of both models alternate
     for net in nets:
         assert_means(net, 7, 4)
     for step in range(2 if rank == 1 else 4):
@@ -319,7 +319,7 @@ def test_compression_between_hosts(rank, world_size, layout, num_hosts, kind, mo
     total = [torch.zeros_like(p) for p in net.parameters()]
     most = 20 if kind == "topk" else 10
     digests = []
-    for _ in range(most):  # the same gradient again and again: with error feedback the mean comes close to it
+    for _ in range(most):  # the same gradient each time: with error feedback the mean comes close to it
         backward(wrapped, 1, rank, world_size)
         digests.append(digest(net))
         for sum_, parameter in zip(total, net.parameters()):
@@ -334,7 +334,7 @@ def test_compression_between_hosts(rank, world_size, layout, num_hosts, kind, mo
         assert_allclose(sum_, expected, atol=scale * (0.06 if kind == "topk" else 2e-3))
         is_rounded |= float((parameter.grad - torch.from_numpy(expected)).abs().max()) > 1e-6 * scale
     assert is_rounded
-    # Codes spread a NaN over neighbours, between which nothing would overwrite it.
+    # Encoding spreads a NaN over neighbouring elements; later backwards may not keep any of them.
     (wrapped(rows(2, world_size)[rank::world_size]).sum() * (math.nan if rank == 1 else 1.0)).backward()
     for step in (3, 4):
         backward(wrapped, step, rank, world_size)
@@ -342,7 +342,7 @@ def test_compression_between_hosts(rank, world_size, layout, num_hosts, kind, mo
 
 
 class Upwards(nn.Module):
-    """Runs its layers from the last to the first, so that gradients come in the order of registration."""
+    """Runs its layers from the last to the first, so that gradients are ready in order of registration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,10 +358,10 @@ class Upwards(nn.Module):
     "world_size, layout, num_hosts, kind", [(4, BLOCKS, 2, "topk"), (6, BLOCKS, 3, "int8")]
 )
 @kept_ranks("world_size", group="gloo")
-def test_what_encoding_keeps_of_the_first_backward_is_sent_later(
+def test_residuals_of_the_first_backward_are_sent_later(
     rank, world_size, layout, num_hosts, kind, monkeypatch
 ):
-    """The plan is made anew after it: buckets, and who sends which value, change."""
+    """A new plan is made after it: the buckets change, and which rank sends which element."""
     place(rank, layout, num_hosts)
     be_a_device(monkeypatch)
     net, alone = Upwards(), Upwards().double()
@@ -374,7 +374,7 @@ def test_what_encoding_keeps_of_the_first_backward_is_sent_later(
     total = [parameter.grad.clone() for parameter in net.parameters()]
     for _ in range(6 if kind == "topk" else 2):
         net.zero_grad()
-        (wrapped(rows(0, world_size)[rank::world_size]).sum() * 0).backward()  # nothing but what was kept
+        (wrapped(rows(0, world_size)[rank::world_size]).sum() * 0).backward()  # sends residuals only
         for sum_, parameter in zip(total, net.parameters()):
             sum_ += parameter.grad
     assert wrapped.bucket_layout() != before
@@ -398,7 +398,7 @@ def test_hosts_of_different_sizes_are_refused_on_every_rank(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_what_else_is_refused_on_every_rank(rank, monkeypatch):
+def test_options_that_exclude_it_are_refused_on_every_rank(rank, monkeypatch):
     place(rank)
     with pytest.raises(ConfigError, match="skip_all_reduce_unused_params"):
         DistributedDataParallel(network(), reduce_through="hosts", skip_all_reduce_unused_params=True)
@@ -421,7 +421,7 @@ def _halves(bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 @kept_ranks(2, group="gloo")
-def test_on_one_host_there_is_nothing_between(rank, monkeypatch):
+def test_one_host_exchanges_nothing_between_hosts(rank, monkeypatch):
     with pytest.warns(UserWarning, match="does nothing") if rank == 0 else contextlib.nullcontext():
         wrapped = DistributedDataParallel(network(), reduce_through="hosts", compress_between_hosts="int8")
     assert wrapped.gradient_path == "memory"  # parameters on the CPU
@@ -436,7 +436,7 @@ def test_on_one_host_there_is_nothing_between(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_parameters_on_the_cpu_take_the_way_that_they_take_by_themselves(rank):
+def test_parameters_on_the_cpu_take_their_default_path(rank):
     place(rank)
     net = network()
     wrapped = DistributedDataParallel(net, reduce_through="hosts", deterministic="world")
@@ -453,7 +453,7 @@ def test_parameters_on_the_cpu_take_the_way_that_they_take_by_themselves(rank):
 
 
 @kept_ranks(4, group="gloo")
-def test_a_model_goes_on_with_other_ranks(rank, monkeypatch):
+def test_a_model_continues_with_another_process_group(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
     net = network()
@@ -466,7 +466,7 @@ def test_a_model_goes_on_with_other_ranks(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_models_that_are_gone_leave_no_thread_and_no_connection(rank, monkeypatch):
+def test_deleted_models_leave_no_thread_and_no_connection(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
 
@@ -490,7 +490,7 @@ def test_models_that_are_gone_leave_no_thread_and_no_connection(rank, monkeypatc
 # --- failures ---
 
 
-def lose(rank: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, Any]:
+def trained_model(rank: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn.Module, Any]:
     place(rank)
     be_a_device(monkeypatch)
     net = network()
@@ -504,7 +504,7 @@ def lose(rank: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[nn
 @pytest.mark.parametrize("in_backward", [False, True])
 @ranks(4, group="gloo", dies={3: signal.SIGKILL})
 def test_a_rank_that_dies_is_named_on_all_ranks(rank, in_backward, monkeypatch):
-    net, wrapped = lose(rank, monkeypatch)
+    net, wrapped = trained_model(rank, monkeypatch)
     if rank == 3:
         if not in_backward:
             signal.raise_signal(signal.SIGKILL)
@@ -521,7 +521,7 @@ def test_a_rank_that_dies_is_named_on_all_ranks(rank, in_backward, monkeypatch):
 @pytest.mark.parametrize("in_backward", [False, True])
 @ranks(4, group="gloo", dies={2: ZeroDivisionError})
 def test_a_rank_that_raises_is_quoted_on_all_ranks(rank, in_backward, monkeypatch):
-    net, wrapped = lose(rank, monkeypatch)
+    net, wrapped = trained_model(rank, monkeypatch)
     if rank == 2:
         if in_backward:
             net[1][0].weight.register_hook(lambda _: 1 / 0)
@@ -540,8 +540,8 @@ def test_a_rank_that_raises_is_quoted_on_all_ranks(rank, in_backward, monkeypatc
 
 
 @kept_ranks(4, group="gloo")
-def test_a_late_rank_is_named_by_the_ranks_of_its_host_and_told_to_the_others(rank, monkeypatch):
-    _, wrapped = lose(rank, monkeypatch, timeout_s=3)
+def test_a_straggler_is_named_by_the_ranks_of_its_host_and_reported_to_the_others(rank, monkeypatch):
+    _, wrapped = trained_model(rank, monkeypatch, timeout_s=3)
     if rank == 3:
         until_told("raised", [0, 1, 2])
     with pytest.raises(DeadlineError, match=r"Rank 2 of 4 gave up waiting for rank 3") as caught:
@@ -552,7 +552,7 @@ def test_a_late_rank_is_named_by_the_ranks_of_its_host_and_told_to_the_others(ra
 
 @kept_ranks(4, group="gloo")
 def test_a_late_host_is_named(rank, monkeypatch):
-    _, wrapped = lose(rank, monkeypatch, timeout_s=3)
+    _, wrapped = trained_model(rank, monkeypatch, timeout_s=3)
     if rank > 1:
         until_told("raised", [0, 1])
     with pytest.raises(
@@ -563,9 +563,9 @@ def test_a_late_host_is_named(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
-    """Rank 1 alone waits for it, and rank 0 waits for rank 1, which is not to blame."""
-    _, wrapped = lose(rank, monkeypatch, timeout_s=3)
+def test_the_sender_of_a_missing_message_is_named_by_all_ranks(rank, monkeypatch):
+    """Only rank 1 waits for it; rank 0 waits for rank 1, which is not at fault."""
+    _, wrapped = trained_model(rank, monkeypatch, timeout_s=3)
     if rank == 3:
         send = InFlightBucket._send
 
@@ -577,20 +577,20 @@ def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
     with pytest.raises(DeadlineError) as caught:
         backward(wrapped, 2, rank, 4)
     tell("raised", rank)
-    # Whoever gives up first: rank 3, whose shares are stuck, or one of those that wait for it.
+    # The first to give up is either rank 3, whose shards are stuck, or a rank that waits for it.
     assert "gave up waiting for rank 3" in str(caught.value) or caught.value.summary.startswith("Rank 3 ")
 
 
 @pytest.mark.parametrize("at", ["_prepare", "_gather_all"])
 @kept_ranks(4, group="gloo")
 def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypatch):
-    _, wrapped = lose(rank, monkeypatch)
+    _, wrapped = trained_model(rank, monkeypatch)
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     if rank == 3:
-        monkeypatch.setattr(DeviceShardTransport, at, interrupt)  # a signal comes here
+        monkeypatch.setattr(DeviceShardTransport, at, interrupt)  # as if a signal arrived here
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt if rank == 3 else PeerLostError) as caught:
         backward(wrapped, 2, rank, 4)

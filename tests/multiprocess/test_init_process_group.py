@@ -1,6 +1,6 @@
 """`paceline.torch.init_process_group` with the variables of each launcher.
 
-The launchers themselves: tests/launch and tests/hosts.
+tests/launch and tests/hosts test the launchers themselves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("launcher", sorted(ENVIRONMENTS))
 @ranks(2, group=None)
-def test_torch_is_told_what_the_launcher_has_set(rank, launcher):
-    job = os.environ["PACELINE_JOB_ID"]  # of the harness: the same on both ranks, and no other test's
+def test_torch_gets_what_the_launcher_has_set(rank, launcher):
+    job = os.environ["PACELINE_JOB_ID"]  # from the harness: the same on both ranks, and no other test's
     for name in [*os.environ]:
         if name.startswith(("MASTER", "PACELINE_JOB", "RANK", "WORLD", "LOCAL", "PADDLE", "TORCHELASTIC")):
             del os.environ[name]
@@ -101,10 +101,10 @@ def test_a_store_that_cannot_start_its_thread_blames_no_other_job(rank):
 
 @pytest.mark.parametrize("has_secret", [False, True], ids=["without a secret", "with secrets"])
 @ranks(3, group=None)
-def test_ranks_of_two_jobs_that_meet_at_one_address_do_not_train_together(rank, has_secret, monkeypatch):
-    """By hand, without an id: rank 0 of one job and rank 1 of another have come first.
+def test_ranks_of_two_jobs_at_one_address_do_not_train_together(rank, has_secret, monkeypatch):
+    """Processes started by hand without a job id: rank 0 of one job and rank 1 of another connect first.
 
-    The third process is rank 1 of the first job. With a secret for each job, the two never make a group.
+    The third process is rank 1 of the first job. If each job has a secret, the first two never form one.
     """
     monkeypatch.delenv("PACELINE_JOB_ID")
     if has_secret:
@@ -112,7 +112,7 @@ def test_ranks_of_two_jobs_that_meet_at_one_address_do_not_train_together(rank, 
     address = f"127.0.0.1:{os.environ['MASTER_PORT']}"
     if rank == 2:
         if has_secret:
-            return  # it would look for the first rank, which is refused
+            return  # it would wait for the first rank, which raises
         until_told("formed", [0, 1])
     if rank == 2 or has_secret:
         words = "do not have the same secret" if has_secret else "Two processes claim rank 1 of 2"
@@ -137,7 +137,7 @@ def test_a_process_may_begin_again_at_the_same_address(rank):
         dist.destroy_process_group()
 
 
-def test_what_torch_would_have_to_ignore_is_refused():
+def test_arguments_that_torch_cannot_use_are_refused():
     with pytest.raises(ConfigError, match="init_method"):
         init_process_group("gloo", init_method="env://")
     with pytest.raises(ConfigError, match="backend"):

@@ -1,6 +1,6 @@
-"""ShardedOptimizer(journal=True) of torch: bits, groups that are added and refused, and what it is not for.
+"""torch's ShardedOptimizer(journal=True): its bits, added and refused parameter groups, and unsupported uses.
 
-Ranks that are killed are in tests/fault/test_lost_steps.py.
+tests/fault/test_lost_steps.py kills ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def share(group: Any, *lists: list[nn.Parameter]) -> DistributedDataParallel:
 
 
 def give(number: int, *lists: list[nn.Parameter]) -> None:
-    """The same gradients to each list."""
+    """Set the same gradients in each list."""
     generator = torch.Generator().manual_seed(1 + number)
     for several in zip(*lists, strict=True):
         gradient = torch.randn(several[0].shape, generator=generator)
@@ -68,7 +68,7 @@ def test_bits_and_state_are_those_of_the_whole_optimizer(group: Any) -> None:
 
 
 class Choosy(optim.AdamW):
-    """Its update of an element depends on the others where `sums` says so."""
+    """An element's update depends on other elements if `sums` is set."""
 
     def __init__(self, params: Any, sums: bool = False, **options: Any) -> None:
         super().__init__(params, **options)
@@ -88,7 +88,7 @@ class Choosy(optim.AdamW):
 @pytest.mark.parametrize("journal", [True, False])
 @kept_ranks(2)
 def test_a_group_that_is_refused_leaves_nothing_behind(group: Any, journal: bool) -> None:
-    """Refused for what it is, for where its parameters are, on all ranks, or on one; trained as before."""
+    """It is refused for its options or its parameters' memory, on all ranks or on one. Training goes on."""
     journal_layout.BLOCK_BYTES = 1024
     shared, more, alone, alone_more = (parameters_of(seed) for seed in (0, 1, 0, 1))
     foreign = parameters_of(2)
@@ -131,7 +131,7 @@ def test_a_group_that_is_refused_leaves_nothing_behind(group: Any, journal: bool
 
 
 class Counting(optim.SGD):
-    """Remembers in its groups how many steps it has made."""
+    """Counts its steps in its parameter groups."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -140,7 +140,7 @@ class Counting(optim.SGD):
 
 
 @kept_ranks(2)
-def test_what_it_cannot_be_kept_for_is_refused_on_every_rank(group: Any) -> None:
+def test_what_cannot_have_a_journal_is_refused_on_every_rank(group: Any) -> None:
     def refused(words: str, held: Any, optimizer_class: Any = optim.AdamW, **options: Any) -> None:
         held = list(held)
         give(0, held)
@@ -171,7 +171,7 @@ def test_several_hosts_are_refused(rank: int) -> None:
 
 
 @kept_ranks(3)
-def test_survivors_make_the_rest_with_todays_hyperparameters(group: Any) -> None:
+def test_survivors_finish_a_step_with_its_own_hyperparameters(group: Any) -> None:
     journal_layout.BLOCK_BYTES = 1024
     shared, alone = parameters_of(), parameters_of()
     ddp = share(group, shared)
@@ -194,7 +194,7 @@ def test_survivors_make_the_rest_with_todays_hyperparameters(group: Any) -> None
         if step == 0:
             optimizer.step()
         elif group.rank == 1:
-            optimizer.optim.left = 2  # blocks
+            optimizer.optim.left = 2  # it raises in its second block
             with pytest.raises(RuntimeError, match="in the middle"):
                 optimizer.step()
         else:

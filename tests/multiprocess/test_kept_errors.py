@@ -1,7 +1,7 @@
-"""What encoding keeps of gradients, in backwards that are of no use and for parameters that no rank uses.
+"""Compression residuals after backwards that fail, and of parameters that no rank uses.
 
-Between hosts (`compress_between_hosts`), in the hooks that compress, and in local SGD. The tests choose the
-gradients, so the reference is their sum, in float64.
+With `compress_between_hosts`, with the compressing hooks, and in local SGD. The tests choose the gradients,
+so the reference is their sum, in float64.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ HOOKS = {
 }
 KINDS = ["bf16", "fp16", "int8", "topk"]
 each_kind = pytest.mark.parametrize("kind", [*KINDS, *HOOKS])
-# What may be missing of a sum of many gradients of about 1: what is kept of a few of them.
+# How much may be missing from a sum of many gradients of about 1: the residuals of a few of them.
 MISSING = {"topk": 4.0, "int8": 0.03, "8 bit hook": 0.03, "fp16": 0.002, "fp16 hook": 0.002}
 
 
 class Parts(nn.Module):
-    """Each parameter's gradient is what the input has for it; a parameter without an input is unused."""
+    """Each parameter's gradient is the input for it; a parameter without an input is unused."""
 
     SIZES = (700, 3, 5000, 40, 129)
 
@@ -76,15 +76,15 @@ def wrap(net: nn.Module, kind: str, **options: Any) -> DistributedDataParallel:
 
 
 def taken(net: nn.Module) -> list[np.ndarray | None]:
-    """The gradients, as they are."""
+    """Return copies of the gradients."""
     return [None if p.grad is None else p.grad.numpy().copy() for p in net.parameters()]
 
 
-# --- backwards that are of no use ---
+# --- backwards that fail ---
 
 
 class Failed(Exception):
-    """Raised by a hook of the user's."""
+    """Raised by a user's hook."""
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def failing(parameter: nn.Parameter) -> Iterator[None]:
 
 
 def not_finite(wrapped: Any, step: int, rank: int) -> None:
-    """Large everywhere, and with an infinity in one element of one rank, which others learn at the end."""
+    """Large gradients, with one infinity on the last rank, which the other ranks learn of at the end."""
     given = gradients_of(step, rank, scale=1e4)
     if rank == wrapped.world_size_ - 1:
         given[1][2] = math.inf
@@ -109,26 +109,26 @@ def not_finite(wrapped: Any, step: int, rank: int) -> None:
 
 
 def left_out_by_one(wrapped: Any, step: int, rank: int) -> None:
-    """Parameters must not be unused; one rank has left one out."""
+    """One rank does not use a parameter, although none may be unused."""
     with pytest.raises(UnusedParameterError):
         wrapped(gradients_of(step, rank, range(5) if rank else [0, 1, 2, 3], scale=1e4)).backward()
 
 
 def raised(wrapped: Any, step: int, rank: int) -> None:
-    """A hook raises on all ranks, when some buckets may have gone."""
+    """A hook raises on all ranks, when some buckets may be sent already."""
     with failing(wrapped.module.parts[0]), pytest.raises(Failed):
         wrapped(gradients_of(step, rank, scale=1e4)).backward()
 
 
 def raised_on_one(wrapped: Any, step: int, rank: int) -> None:
-    """A hook raises on one rank; the others are told at the end of their backward."""
+    """A hook raises on one rank; the others learn of it at the end of their backward."""
     on_this = failing(wrapped.module.parts[0]) if rank == 1 else contextlib.nullcontext()
     with on_this, pytest.raises(Failed if rank == 1 else SkippedPassError):
         wrapped(gradients_of(step, rank, scale=1e4)).backward()
 
 
 def accumulated(wrapped: Any, step: int, rank: int) -> None:
-    """The infinity came in a micro-batch before, on one rank."""
+    """The NaN is in an earlier micro-batch, on one rank."""
     given = gradients_of(step, rank, scale=1e4)
     if rank == 0:
         given[4][0] = math.nan
@@ -150,7 +150,7 @@ FAULTS: dict[str, Any] = {
 
 
 def check_discarded(rank: int, world_size: int, kind: str, fault: Any, **more: Any) -> None:
-    """With backwards of no use in between, the gradients of all others have the bits of a run without."""
+    """Failed backwards in between do not change the bits of the other backwards' gradients."""
     spoil, options = fault
     found = []
     for spoils in (False, True):
@@ -163,7 +163,7 @@ def check_discarded(rank: int, world_size: int, kind: str, fault: Any, **more: A
                 0,
                 1,
                 4,
-            ):  # before the first good one, and before buckets are laid out anew
+            ):  # before the first good one, and before the buckets are laid out again
                 spoil(wrapped, 100 + step, rank)
                 net.zero_grad()
             wrapped(gradients_of(step, rank)).backward()
@@ -176,7 +176,7 @@ def check_discarded(rank: int, world_size: int, kind: str, fault: Any, **more: A
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     "kind, fault, world_size",
-    [  # each fault with an encoding between hosts of two ranks, and with a hook, which knows no hosts
+    [  # each fault between two hosts of two ranks, and with a hook, which does not know hosts
         ("int8", "warned", 4),
         ("int8", "unused", 4),
         ("int8", "raised on one", 4),
@@ -188,9 +188,7 @@ def check_discarded(rank: int, world_size: int, kind: str, fault: Any, **more: A
     ],
 )
 @kept_ranks("world_size", group="gloo")
-def test_a_backward_that_is_of_no_use_leaves_nothing(
-    rank: int, kind: str, fault: str, world_size: int
-) -> None:
+def test_a_failed_backward_leaves_no_residual(rank: int, kind: str, fault: str, world_size: int) -> None:
     place(rank, BLOCKS if world_size == 4 else ALONE, 2)
     check_discarded(rank, world_size, kind, FAULTS[fault])
 
@@ -198,7 +196,7 @@ def test_a_backward_that_is_of_no_use_leaves_nothing(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp16 hook", "bf16 hook"])
 @kept_ranks(2, group="gloo")
-def test_it_leaves_nothing_in_any_encoding_and_with_gradients_in_the_buffer(rank: int, kind: str) -> None:
+def test_it_leaves_no_residual_in_any_encoding_and_with_gradients_in_the_buffer(rank: int, kind: str) -> None:
     place(rank, ALONE, 2)
     for in_buffer in (False, True):
         check_discarded(rank, 2, kind, FAULTS["ignored"], gradient_as_bucket_view=in_buffer)
@@ -207,8 +205,8 @@ def test_it_leaves_nothing_in_any_encoding_and_with_gradients_in_the_buffer(rank
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("layout", [ALONE, (0, 0, 1)])
 @kept_ranks(3, group="gloo")
-def test_sums_over_all_hosts_leave_nothing_either(rank: int, layout: Layout, monkeypatch: Any) -> None:
-    """Three hosts and large shares: each value is encoded twice."""
+def test_it_leaves_no_residual_of_sums_over_all_hosts(rank: int, layout: Layout, monkeypatch: Any) -> None:
+    """Three hosts and large shards: each value is encoded twice."""
     monkeypatch.setattr(Parts, "SIZES", (40_000, 3, 50_000, 40, 129))
     place(rank, layout, 3)
     for kind in ("topk", "int8"):
@@ -218,8 +216,8 @@ def test_sums_over_all_hosts_leave_nothing_either(rank: int, layout: Layout, mon
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("policy", ["ignored", "refused"])
 @kept_ranks(4, group="gloo")
-def test_shares_of_devices_leave_nothing(rank: int, policy: str, monkeypatch: Any) -> None:
-    """The infinity is in the share of one rank of a host, and the others have to know."""
+def test_it_leaves_no_residual_of_device_shards(rank: int, policy: str, monkeypatch: Any) -> None:
+    """The infinity is in the shard of one rank of a host, and the other ranks have to learn of it."""
     place(rank, BLOCKS, 2)
     be_a_device(monkeypatch)
     for kind in ("topk", "int8"):
@@ -228,7 +226,7 @@ def test_shares_of_devices_leave_nothing(rank: int, policy: str, monkeypatch: An
 
 @kept_ranks(2, group="gloo")
 def test_a_scaler_skips_a_step_as_a_whole(rank: int) -> None:
-    """GradScaler looks at the means, and a run with a bad batch ends as one without it."""
+    """GradScaler checks the means; a run with a bad batch ends like a run without it."""
     place(rank, ALONE, 2)
     ends = []
     for has_bad in (False, True):
@@ -257,7 +255,7 @@ def test_a_scaler_skips_a_step_as_a_whole(rank: int) -> None:
 
 
 def check_sums(rank: int, world_size: int, kind: str, how: str, **options: Any) -> None:
-    """Parameters are left out of some backwards; what is missing of their sums is what is kept of a few."""
+    """Leave parameters out of some backwards; at most the residuals of a few are missing from their sums."""
     net = Parts()
     wrapped = wrap(net, kind, **options)
     arrived = [np.zeros(size) for size in Parts.SIZES]
@@ -286,21 +284,21 @@ def check_sums(rank: int, world_size: int, kind: str, how: str, **options: Any) 
 @each_kind
 @pytest.mark.parametrize("how", ["unused", "frozen"])
 @kept_ranks(2, group="gloo")
-def test_the_error_of_a_parameter_that_is_left_out_waits(rank: int, kind: str, how: str) -> None:
+def test_residuals_of_unused_parameters_are_kept(rank: int, kind: str, how: str) -> None:
     place(rank, ALONE, 2)
     check_sums(rank, 2, kind, how)
 
 
 @pytest.mark.parametrize("layout", [ALONE, (0, 0, 1, 2)])
 @kept_ranks(4, group="gloo")
-def test_so_do_those_of_sums_over_all_hosts(rank: int, layout: Layout, monkeypatch: Any) -> None:
+def test_they_are_kept_of_sums_over_all_hosts(rank: int, layout: Layout, monkeypatch: Any) -> None:
     monkeypatch.setattr(Parts, "SIZES", (40_000, 3, 50_000, 40, 129))
     place(rank, layout, 4)
     check_sums(rank, 4, "topk", "unused", bucket_cap_mb=1)
 
 
 @kept_ranks(4, group="gloo")
-def test_so_do_those_of_shares_of_devices(rank: int, monkeypatch: Any) -> None:
+def test_they_are_kept_of_device_shards(rank: int, monkeypatch: Any) -> None:
     place(rank, BLOCKS, 2)
     be_a_device(monkeypatch)
     for kind in ("topk", "int8"):
@@ -309,8 +307,8 @@ def test_so_do_those_of_shares_of_devices(rank: int, monkeypatch: Any) -> None:
 
 @each_kind
 @kept_ranks(2, group="gloo")
-def test_a_parameter_that_one_rank_alone_uses_gets_what_all_have_kept(rank: int, kind: str) -> None:
-    """All use it, then one alone, with nothing: it arrives all the same, if it takes its time."""
+def test_a_parameter_that_one_rank_uses_gets_the_residuals_of_all(rank: int, kind: str) -> None:
+    """All ranks use it once, then one rank with zeros only: the residuals of all ranks arrive in time."""
     place(rank, ALONE, 2)
     net = Parts()
     wrapped = wrap(net, kind)
@@ -322,19 +320,19 @@ def test_a_parameter_that_one_rank_alone_uses_gets_what_all_have_kept(rank: int,
         wrapped({index: value * 0 for index, value in gradients_of(0, rank, used).items()}).backward()
         assert (net.parts[0].grad is None) == (step % 2 == 0)
         arrived += 0 if step % 2 == 0 else net.parts[0].grad.double().numpy()
-    if kind == "topk":  # of zeros alone, nobody knows that they are used until the end of the backward
+    if kind == "topk":  # of zeros only, no rank knows until the end of backward that they are used
         assert np.abs(arrived - mean_of(0, 2, 0)).max() < 4
     else:
         assert np.abs(arrived - mean_of(0, 2, 0)).max() < 0.02
 
 
 @kept_ranks(2, group="gloo")
-def test_a_hook_of_the_users_hears_of_good_backwards(rank: int) -> None:
-    heard: list[list[int]] = []
+def test_a_users_hook_is_notified_of_good_backwards(rank: int) -> None:
+    reported: list[list[int]] = []
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        bucket.when_good(lambda unused: heard[-1].extend(index[id(parameter)] for parameter in unused))
-        bucket.when_good(lambda unused: heard[-1].append(-1 - bucket.index()))
+        bucket.when_good(lambda unused: reported[-1].extend(index[id(parameter)] for parameter in unused))
+        bucket.when_good(lambda unused: reported[-1].append(-1 - bucket.index()))
         work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0] / 2)
 
@@ -344,14 +342,14 @@ def test_a_hook_of_the_users_hears_of_good_backwards(rank: int) -> None:
     wrapped = DistributedDataParallel(net, find_unused_parameters=True, **options)
     wrapped.register_comm_hook(None, hook)
     for used, value in (([0, 1, 2, 3, 4], 1.0), ([1, 3], 1.0), ([0, 1], math.nan), ([0, 2], 1.0)):
-        heard.append([])
+        reported.append([])
         net.zero_grad()
         given = gradients_of(0, rank, used)
         given[used[0]] *= value if rank == 1 else 1.0
         wrapped(given).backward()
     buckets = len(wrapped.bucket_layout())
     assert buckets > 1
-    for got, unused in zip(heard, ([], [0, 2, 4], None, [1, 3, 4]), strict=True):
+    for got, unused in zip(reported, ([], [0, 2, 4], None, [1, 3, 4]), strict=True):
         assert sorted(got) == ([] if unused is None else [*range(-buckets, 0), *unused])
 
 
@@ -359,7 +357,7 @@ def test_a_hook_of_the_users_hears_of_good_backwards(rank: int) -> None:
 
 
 class Halves(nn.Module):
-    """Two halves, of which one is trained at a time; the gradients are given."""
+    """Two halves, of which one is trained at a time, with given gradients."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -373,10 +371,10 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("how", ["unused", "frozen"])
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(2, ALONE, 2), (4, BLOCKS, 2)])
 @kept_ranks("world_size", group="gloo")
-def test_halves_of_local_sgd_that_take_turns(
+def test_local_sgd_of_halves_that_train_in_turns(
     rank: int, world_size: int, layout: Layout, num_hosts: int, how: str, kind: str
 ) -> None:
-    """What all hosts have trained arrives, but for what is kept of a few syncs."""
+    """The updates of all hosts arrive, except for the residuals of a few syncs."""
     place(rank, layout, num_hosts)
     net = Halves(1000)
     options = LocalSGD(1, outer_lr=1, outer_momentum=0)

@@ -1,7 +1,7 @@
-"""Local SGD: hosts, or ranks, that train on their own and meet now and then.
+"""Local SGD: replica groups, of hosts or ranks, train independently and sync every few steps.
 
-The reference is the algorithm in one process, in float64, with its own spelling of every formula. Ranks are
-on several hosts where each says so: `_host_hint` shows who could share memory.
+The reference is the algorithm in one process, in float64, with formulas of its own. Each rank sets which host
+it is on: `_host_hint` decides which ranks can share memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LR = 0.2
 
 
 def place(rank: int, num_hosts: int) -> None:
-    """Say that this rank is on one of several hosts, in blocks."""
+    """Place this rank on one of several hosts, in blocks."""
     number = rank * num_hosts // int(os.environ["WORLD_SIZE"])
     be_on_host(number)
 
@@ -65,33 +65,33 @@ def train(
 
 
 class Simulation:
-    """Local SGD in one process, in float64: for each member a replica that plain SGD trains.
+    """Local SGD in one process, in float64: plain SGD trains a replica for each replica group.
 
     Args:
-        members: The ranks of each.
+        groups: The ranks of each replica group.
         outer: lr, momentum, and whether it is Nesterov's.
     """
 
-    def __init__(self, members: Sequence[Sequence[int]], outer: Outer) -> None:
-        self.members, self.outer = members, outer
-        self.world_size = sum(map(len, members))
-        self.replicas = [network(torch.float64) for _ in members]
+    def __init__(self, groups: Sequence[Sequence[int]], outer: Outer) -> None:
+        self.groups, self.outer = groups, outer
+        self.world_size = sum(map(len, groups))
+        self.replicas = [network(torch.float64) for _ in groups]
         self.begun = values_of(self.replicas[0])
         self.velocity = [np.zeros_like(value) for value in self.begun]
 
-    def step(self, number: int, who: Sequence[int] | None = None) -> None:
-        """One step of each member in `who`."""
-        for member in range(len(self.members)) if who is None else who:
-            replica = self.replicas[member]
+    def step(self, number: int, active: Sequence[int] | None = None) -> None:
+        """Make one step of each replica group in `active`, or of all."""
+        for group in range(len(self.groups)) if active is None else active:
+            replica = self.replicas[group]
             x = rows(number, self.world_size).double()
-            losses = [replica(x[rank :: self.world_size]).square().mean() for rank in self.members[member]]
+            losses = [replica(x[rank :: self.world_size]).square().mean() for rank in self.groups[group]]
             gradients = torch.autograd.grad(sum(losses) / len(losses), list(replica.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(replica.parameters(), gradients):
                     parameter -= LR * gradient
 
-    def meet(self, weights: Sequence[float] | None = None) -> None:
-        weights = weights or [len(ranks) for ranks in self.members]
+    def sync(self, weights: Sequence[float] | None = None) -> None:
+        weights = weights or [len(ranks) for ranks in self.groups]
         sync(self.replicas, self.begun, self.velocity, weights, self.outer)
 
 
@@ -103,7 +103,7 @@ def hosts_of(world_size: int, num_hosts: int) -> list[list[int]]:
 
 
 def assert_same_everywhere(net: nn.Module) -> None:
-    """The same bits on all ranks."""
+    """Compare the bits of the parameters on all ranks."""
     own = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     held = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(held, own)
@@ -129,20 +129,18 @@ def test_parameters_are_those_of_the_algorithm(rank, world_size, num_hosts, betw
     options = LocalSGD(3, outer_lr=lr, outer_momentum=momentum, nesterov=nesterov, between=between)
     ddp = DistributedDataParallel(network(), local_sgd=options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
-    members = (
-        [[each] for each in range(world_size)] if between == "ranks" else hosts_of(world_size, num_hosts)
-    )
-    reference = Simulation(members, outer)
-    mine = next(number for number, ranks in enumerate(members) if rank in ranks)
+    groups = [[each] for each in range(world_size)] if between == "ranks" else hosts_of(world_size, num_hosts)
+    reference = Simulation(groups, outer)
+    mine = next(number for number, ranks in enumerate(groups) if rank in ranks)
     for step in range(8):
         if step in (3, 6):
-            reference.meet()
+            reference.sync()
         train(ddp, optimizer, [step], rank, world_size)
         reference.step(step)
         for value, expected in zip(values_of(ddp), values_of(reference.replicas[mine]), strict=True):
             assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     ddp.sync_parameters()
-    reference.meet()
+    reference.sync()
     for value, expected in zip(values_of(ddp), reference.begun, strict=True):
         assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     assert_same_everywhere(ddp)
@@ -169,7 +167,7 @@ def test_warm_up_averages_gradients_over_all_ranks(rank, num_hosts, between):
         replica.load_state_dict(whole.replicas[0].state_dict())
     for step in range(3, 8):
         if step in (5, 7):
-            reference.meet()
+            reference.sync()
         train(ddp, optimizer, [step], rank, 2)
         reference.step(step)
     for value, expected in zip(values_of(ddp), values_of(reference.replicas[rank]), strict=True):
@@ -186,7 +184,7 @@ def test_only_synchronised_backwards_count_and_others_accumulate(rank):
     reference = Simulation([[0], [1]], (1.0, 0.0, True))
     for step in range(4):
         if step == 2:
-            reference.meet()
+            reference.sync()
         optimizer.zero_grad()
         x = rows(step, 2)[rank::2]
         with ddp.no_sync():
@@ -202,15 +200,15 @@ def test_only_synchronised_backwards_count_and_others_accumulate(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_model_trained_in_evaluation_mode_meets_and_a_lone_forward_does_not(rank):
+def test_a_model_trained_in_evaluation_mode_syncs_and_a_lone_forward_does_not(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, between="ranks"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     train(ddp, optimizer, range(2), rank, 2)
     if rank == 0:
-        ddp.eval()(rows(0, 2))  # with gradients: it would wait for rank 1
+        ddp.eval()(rows(0, 2))  # with gradients; if it synced, it would wait for rank 1
     ddp.eval()
     train(ddp, optimizer, range(2, 3), rank, 2)
-    assert ddp._outer_sync.number == 0  # the backward before had forwards in training mode
+    assert ddp._outer_sync.number == 0  # the previous backward had its forward in training mode
     train(ddp, optimizer, range(3, 6), rank, 2)
     assert ddp._outer_sync.number == 2
     ddp.sync_parameters()
@@ -218,7 +216,7 @@ def test_a_model_trained_in_evaluation_mode_meets_and_a_lone_forward_does_not(ra
 
 
 @kept_ranks(2, group="gloo")
-def test_hosts_weigh_what_they_have_trained_on(rank):
+def test_hosts_are_weighted_by_the_weights_of_their_steps(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=0.5, outer_momentum=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -231,14 +229,14 @@ def test_hosts_weigh_what_they_have_trained_on(rank):
         optimizer.step()
         reference.step(step)
     ddp.sync_parameters()
-    reference.meet([8.0, 1.5])
+    reference.sync([8.0, 1.5])
     for value, expected in zip(values_of(ddp), reference.begun, strict=True):
         assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
 @kept_ranks(2, group="gloo")
-def test_a_round_in_which_nothing_has_weight_ends_with_the_same_model(rank):
-    """Batches without a target: no gradient, but the optimizers' momentum moves each host in its own way."""
+def test_a_sync_after_steps_without_weight_averages_the_replicas(rank):
+    """The weights are 0, so gradients are too, but momentum moves the parameters of each host differently."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR, momentum=0.9)
@@ -270,12 +268,12 @@ def test_hosts_with_fewer_batches_take_part_in_later_syncs(rank, counts):
     reference = Simulation([[0], [1]], (0.7, 0.5, True))
     since = [0, 0]
     for step in range(max(counts)):
-        who = [host for host in (0, 1) if step < counts[host]]
-        reference.step(step, who)
-        for host in who:
+        active = [host for host in (0, 1) if step < counts[host]]
+        reference.step(step, active)
+        for host in active:
             since[host] += 1
         if max(since) == 2 or step + 1 == max(counts):
-            reference.meet([float(each) for each in since])
+            reference.sync([float(each) for each in since])
             since = [0, 0]
     for _ in ddp.iterate(range(counts[rank])):
         train(ddp, optimizer, [ddp.num_good_passes], rank, 2)
@@ -289,7 +287,7 @@ def test_ranks_of_one_host_may_run_out_of_data_between_syncs(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
-    for _ in ddp.iterate(range([1, 5, 4, 3][rank])):  # without after_pass: who has no data makes no step
+    for _ in ddp.iterate(range([1, 5, 4, 3][rank])):  # without after_pass: a rank without data makes no step
         train(ddp, optimizer, [ddp.num_good_passes], rank, 4)
     assert_same_everywhere(ddp)
     assert ddp._outer_sync.number >= 3
@@ -314,14 +312,14 @@ def test_a_change_that_is_not_finite_is_reported_to_all_and_changes_nothing(rank
         assert_array_equal(value, expected)
     state = ddp.local_sgd_state_dict()
     assert all(torch.isfinite(value).all() for value in state["parameters"].values())
-    with torch.no_grad():  # what was told can be mended, and training goes on
+    with torch.no_grad():  # the reported value can be mended, and training goes on
         ddp.module[2].weight[0, 1] = 0.0
     train(ddp, optimizer, range(2, 5), rank, 2)
     assert ddp._outer_sync.number == 2
 
 
 @kept_ranks(2, group="gloo")
-def test_members_that_begin_with_other_parameters_are_reported(rank):
+def test_replica_groups_that_begin_with_other_parameters_are_reported(rank):
     place(rank, 2)
     net = network()
     with torch.no_grad():
@@ -334,21 +332,21 @@ def test_members_that_begin_with_other_parameters_are_reported(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_sync_more_on_one_rank_is_reported_to_all(rank):
+def test_an_extra_sync_on_one_rank_is_reported_to_all(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     train(ddp, optimizer, [0], rank, 2)
     ddp.sync_parameters()
     if rank == 0:
-        ddp._outer_sync.number += 1  # as after one that rank 1 was not in
+        ddp._outer_sync.number += 1  # as after a sync without rank 1
     with pytest.raises(MismatchError, match=r"(?s)rank 0 \(host 0\): sync 3\n.*rank 1 \(host 1\): sync 2"):
         ddp.sync_parameters()
 
 
 @kept_ranks(2, group="gloo")
-def test_ranks_that_meet_at_different_places_are_reported(rank):
-    """Host 1 has left out a step; each of its syncs from here on would be an earlier one of host 0."""
+def test_ranks_that_sync_at_different_places_are_reported(rank):
+    """Host 1 has skipped a step; from here on each of its syncs would pair with an earlier one of host 0."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -367,7 +365,7 @@ def test_ranks_that_meet_at_different_places_are_reported(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_an_error_that_one_host_has_caught_disturbs_no_finish(rank):
+def test_an_error_caught_by_one_host_does_not_disturb_finish(rank):
     place(rank, 2)
     options = LocalSGD(4, outer_lr=1, outer_momentum=0)
     ddp = DistributedDataParallel(network(), timeout_s=10, nonfinite="raise", local_sgd=options)
@@ -397,10 +395,10 @@ def test_frozen_parameters_do_not_move(rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("steps", [4, 6])  # frozen when a sync is due, and within a round
+@pytest.mark.parametrize("steps", [4, 6])  # frozen when a sync is due, or between two syncs
 @kept_ranks(2, group="gloo")
 def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dtype):
-    """Replica groups have left them at different values, which nothing else would bring together again."""
+    """Replica groups left them at different values, which nothing else would make equal again."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(dtype), local_sgd=LocalSGD(4, outer_lr=1, outer_momentum=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -419,8 +417,8 @@ def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dt
 
 
 @kept_ranks(2, group="gloo")
-def test_parameters_that_take_turns_are_averaged(rank):
-    """As those of a GAN, whose syncs all come where the same half is frozen."""
+def test_parameters_that_train_in_turns_are_averaged(rank):
+    """As in a GAN, if the same half is frozen at every sync."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -435,7 +433,7 @@ def test_parameters_that_take_turns_are_averaged(rank):
 @pytest.mark.parametrize("given", ["scope", "before"])
 @kept_ranks(2, group="gloo")
 def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, given):
-    """That forward makes a new `BackwardSync`, and the weight goes to it."""
+    """That forward makes a new `BackwardSync`, which must get the weight."""
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
     reference = network(torch.float64)
     for step in range(3):
@@ -487,15 +485,15 @@ def test_uneven_data_at_the_end_of_the_warm_up(rank, warmup_steps, counts, num_h
         assert_same_everywhere(ddp)
 
 
-def loaded_anew(ddp: DistributedDataParallel) -> DistributedDataParallel:
+def loaded_again(ddp: DistributedDataParallel) -> DistributedDataParallel:
     again = DistributedDataParallel(copy.deepcopy(ddp.module), timeout_s=20, local_sgd=ddp._config.local_sgd)
     again.load_local_sgd_state_dict(ddp.local_sgd_state_dict())
     return again
 
 
-@pytest.mark.parametrize("go_on", [loaded_anew, copy.deepcopy])
+@pytest.mark.parametrize("go_on", [loaded_again, copy.deepcopy])
 @kept_ranks(2, group="gloo")
-def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(rank, go_on):
+def test_the_end_of_an_epoch_is_not_a_step_of_the_warm_up(rank, go_on):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), timeout_s=20, local_sgd=LocalSGD(1, warmup_steps=4))
     reference = Simulation([[0, 1]], (1.0, 0.0, False))
@@ -527,7 +525,7 @@ COPIES = {
 }
 
 
-# How the wrapper is copied depends neither on the ranks that it syncs with nor on the moment.
+# How the wrapper is copied does not depend on the ranks that it syncs with, nor on the moment.
 @pytest.mark.parametrize(
     "between, num_hosts, warmup_steps, how, moments",
     [
@@ -538,8 +536,8 @@ COPIES = {
     ],
 )
 @kept_ranks(4, group="gloo")
-def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts, warmup_steps, how, moments):
-    """Copied in the middle of a round, before a sync that is due, and behind one."""
+def test_a_copy_continues_like_the_original(rank, between, num_hosts, warmup_steps, how, moments):
+    """It is copied between two syncs, before a sync that is due, and after one."""
     place(rank, num_hosts)
     options = LocalSGD(3, between=between, warmup_steps=warmup_steps)
     ends = []
@@ -550,7 +548,7 @@ def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts,
                 ddp.sync_parameters()
             if copied_after == step or (copied_after == "sync" and step == 4):
                 ddp = COPIES[how](ddp)
-                assert ddp.gradient_path == "nothing"  # yet
+                assert ddp.gradient_path == "nothing"  # until it is connected
             train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), [step], rank, 4)
         ddp.sync_parameters()
         assert_same_everywhere(ddp)
@@ -582,7 +580,7 @@ def test_a_copy_trains_what_was_frozen_when_it_was_made(rank, how):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
+def test_a_copy_has_the_state_before_it_is_connected_and_can_load_another(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
@@ -593,7 +591,7 @@ def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
         for name, value in twin.local_sgd_state_dict()[part].items():
             assert torch.equal(value, state[part][name])
     assert twin.local_sgd_state_dict()["steps"] == 3 and state["since_sync"] == 0
-    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)  # the twin has its own
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)  # the copy has its own state
     ddp.sync_parameters()
     late = ddp.local_sgd_state_dict()
     twin.load_local_sgd_state_dict(late)
@@ -621,7 +619,7 @@ def test_copies_that_do_not_belong_together_are_refused_on_all_ranks(rank, what)
         if rank == 1:
             with torch.no_grad():
                 twin.module[0].weight.mul_(2)
-    else:  # the others have a copy from before anything was trained
+    else:  # the other ranks have a copy from before the training
         twin, error = (early if rank < 2 else untrained), "local SGD begins with"
     with pytest.raises(ModelMismatchError, match=f"(?i){error}"):
         train(twin, torch.optim.SGD(twin.parameters(), lr=LR), [3], rank, 4)
@@ -653,7 +651,7 @@ def test_states_of_different_steps_are_refused_in_the_warm_up(rank):
 
 
 class Product(nn.Module):
-    """The sum of a parameter times its input, as a real number."""
+    """The sum of absolute values of a parameter times its input."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -688,9 +686,9 @@ def test_small_steps_of_16_bit_parameters_are_not_lost(rank):
     for _ in range(4):
         ddp(torch.ones(1)).backward()
         with torch.no_grad():
-            net.weight += 0.0078125  # one unit of bfloat16 at 1.0: an eighth of it is lost by rounding
+            net.weight += 0.0078125  # one unit of bfloat16 at 1.0, of which rounding would lose an eighth
         ddp.sync_parameters()
-    # Four eighths of a unit, which the parameters of the last sync hold in float32.
+    # Four eighths of a unit: the parameters of the last sync are kept in float32.
     assert ddp.local_sgd_state_dict()["parameters"]["weight"].item() == 1.0 + 4 * 0.0078125 / 8
 
 
@@ -711,7 +709,7 @@ class Averaged(nn.Module):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank):
+def test_a_state_saved_between_syncs_warns_that_it_lacks_the_weights(rank):
     place(rank, 1)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(3))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -724,7 +722,7 @@ def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank)
 
 
 @kept_ranks(4, group="gloo")
-def test_buffers_are_in_step_within_a_host_after_each_backward_and_everywhere_after_a_sync(rank):
+def test_buffers_agree_within_a_host_after_each_backward_and_everywhere_after_a_sync(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(Averaged(rank + 1.0), buffers={"mean": "average"}, local_sgd=LocalSGD(2))
     ddp(torch.ones(1)).backward()
@@ -735,7 +733,7 @@ def test_buffers_are_in_step_within_a_host_after_each_backward_and_everywhere_af
 
 
 @kept_ranks(2, group="gloo")
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(rank, tmp_path_factory=None):
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(rank, tmp_path_factory=None):
     place(rank, 2)
     options = LocalSGD(2, warmup_steps=1)
 
@@ -800,7 +798,7 @@ def test_wrong_states_are_refused(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_what_does_not_go_with_it_is_refused(rank):
+def test_options_and_calls_that_exclude_it_are_refused(rank):
     with pytest.raises(ConfigError, match="deterministic"):
         DistributedDataParallel(network(), local_sgd=LocalSGD(2), deterministic="world")
     with pytest.raises(ConfigError, match="a LocalSGD"):
@@ -848,7 +846,7 @@ def test_compression_between_hosts_applies_to_syncs(rank):
     begun = values_of(network())
     for step in range(2):
         reference.step(step)
-    reference.meet()
+    reference.sync()
     ddp.sync_parameters()
     assert_same_everywhere(ddp)
     for value, expected, first in zip(values_of(ddp), reference.begun, begun, strict=True):
@@ -860,8 +858,8 @@ def test_compression_between_hosts_applies_to_syncs(rank):
     "compression, world_size, num_hosts", [("topk", 2, 2), ("topk", 4, 2), ("int8", 3, 3)]
 )
 @kept_ranks("world_size", group="gloo")
-def test_what_a_failed_sync_has_sent_comes_once(rank, world_size, compression, num_hosts):
-    """It is sent again, so nothing of it may be kept for later besides: the bits are those without it."""
+def test_updates_of_a_failed_sync_arrive_once(rank, world_size, compression, num_hosts):
+    """A failed sync is repeated, so it may leave no residual: the bits are those of a run without it."""
     place(rank, num_hosts)
     ends = []
     for fails in (0, 3):
@@ -915,7 +913,7 @@ def test_a_rank_that_is_killed_is_named_at_the_sync_and_no_parameter_changes(ran
         OuterTensors.put_change = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank < 2 and not is_in_sync:  # the other host waits for nobody until it meets
+    if rank < 2 and not is_in_sync:  # the other host waits for no rank until the sync
         train(ddp, optimizer, [3], rank, 4)
     before = values_of(ddp)
     with pytest.raises(PeerLostError) as caught:

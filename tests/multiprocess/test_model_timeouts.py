@@ -1,4 +1,4 @@
-"""`timeout_s` of a wrapped model, on a group that waits much longer: whatever the model waits for."""
+"""A wrapped model's `timeout_s` applies to all of its waits, on a group that waits much longer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.multiprocess.test_conformance import adapter
 
 ASKED_S = 1.5
 GROUPS_S = 300.0
-BOUND_S = 30.0  # of a busy machine
+BOUND_S = 30.0  # on a busy machine
 
 both = pytest.mark.parametrize("framework", ["torch", "paddle"])
 on_two_ranks = ranks(2, framework="framework")
 
 
 def waits_in_vain(call, group):
-    """The error of rank 0, which alone makes the call; the other rank learns of it on the group."""
+    """Rank 0, which alone makes the call, raises DeadlineError; the other rank learns of it on the group."""
     assert group._core.timeout_s == GROUPS_S
     if group.rank == 1:
         with pytest.raises(CollectiveError):
@@ -36,7 +36,7 @@ def waits_in_vain(call, group):
         call()
     assert ASKED_S <= time.monotonic() - began < BOUND_S
     waited = re.search(r"did not arrive within (\d+\.\d) s", str(caught.value))
-    assert waited and ASKED_S <= float(waited[1]) < BOUND_S  # what it has waited, on a busy machine longer
+    assert waited and ASKED_S <= float(waited[1]) < BOUND_S  # how long it waited: longer on a busy machine
     assert caught.value.late == (1,)
 
 
@@ -49,8 +49,8 @@ def test_a_rank_that_never_wraps(group, framework):
 
 @both
 @ranks(3, framework="framework")
-def test_all_who_wrap_name_the_one_that_never_does(group, framework):
-    """Also those who would wait for rank 0 only, which itself waits for rank 2."""
+def test_all_ranks_that_wrap_name_the_rank_that_never_does(group, framework):
+    """Also the rank that would only wait for rank 0, which itself waits for rank 2."""
     do = adapter(framework)
     group.barrier()
     if group.rank == 2:
@@ -77,7 +77,7 @@ def test_a_rank_that_skips_a_backward(group, framework, view):
 
 @both
 @on_two_ranks
-def test_a_rank_that_does_not_come_for_the_buffers(group, framework):
+def test_a_rank_that_skips_sync_buffers(group, framework):
     do, x = adapter(framework), batch()
     group.barrier()
     model = do.wrap(do.normalised(), group, timeout_s=ASKED_S, buffers={"*": "average"})
@@ -89,10 +89,10 @@ def test_a_rank_that_does_not_come_for_the_buffers(group, framework):
 @both
 @pytest.mark.parametrize("first", [0, 1, None])
 @ranks(3, framework="framework")
-def test_a_rank_in_another_call_than_the_others_is_named_whoever_gives_up_first(group, framework, first):
-    """It waits for the buffers of all, and they wait for it at the end of backward.
+def test_a_rank_in_another_call_than_the_others_is_named_by_any_deadline(group, framework, first):
+    """It waits for the buffers of all ranks, and they wait for it at the end of backward.
 
-    None of them waits for its deadline, unless that is nearer than the second that it takes to be sure.
+    No rank waits for its deadline, unless that is nearer than the second after which a crossing is certain.
     """
     do, x = adapter(framework), batch()
     patience_s = 0.5 if group.rank == first else GROUPS_S
@@ -111,9 +111,9 @@ def test_a_rank_in_another_call_than_the_others_is_named_whoever_gives_up_first(
 
 
 @both
-@pytest.mark.parametrize("first", [0, 1, None])  # None: no deadline comes
+@pytest.mark.parametrize("first", [0, 1, None])  # None: no deadline is reached
 @on_two_ranks
-def test_of_two_ranks_in_different_calls_none_is_blamed(group, framework, first):
+def test_two_ranks_in_different_calls_are_not_blamed(group, framework, first):
     do, x = adapter(framework), batch()
     patience_s = 0.5 if group.rank == first else GROUPS_S
     model = do.wrap(do.normalised(), group, timeout_s=patience_s, buffers={"*": "average"})
@@ -132,27 +132,27 @@ def test_of_two_ranks_in_different_calls_none_is_blamed(group, framework, first)
 
 @both
 @on_two_ranks
-def test_calls_of_several_threads_are_no_crossing(group, framework):
-    """A rank waits in one thread at the end of a backward, and the other rank in a collective of another one.
+def test_calls_of_several_threads_are_not_a_crossing(group, framework):
+    """A rank waits in one thread at the end of backward, the other rank in a collective of another thread.
 
-    Each thread comes to both: in time, and so nothing is wrong.
+    Each thread reaches both in time, so nothing is wrong.
     """
     do, x = adapter(framework), batch()
     model = do.wrap(do.network(), group, timeout_s=60.0)
     do.backward(do.loss(model, x))
 
-    def meet():
+    def reduce():
         group.all_reduce(np.ones(1, np.float32), timeout_s=60.0)
 
     def start():
-        thread = threading.Thread(target=meet)
+        thread = threading.Thread(target=reduce)
         thread.start()
         return thread
 
     start().join()  # so the group has seen both threads
     other = start() if group.rank == 1 else None
     loss = do.loss(model, x)
-    if group.rank == 1:  # the other one is at the end of its backward meanwhile, longer than a crossing is
+    if group.rank == 1:  # rank 0 is at the end of its backward meanwhile, longer than a crossing takes
         until_waiting(group, 0, 2.5)
     do.backward(loss)
     if other is None:
@@ -161,7 +161,7 @@ def test_calls_of_several_threads_are_no_crossing(group, framework):
 
 
 def until_waiting(group, rank, for_s):
-    """Return when this rank has waited for so long, by what it publishes."""
+    """Return when this rank has published for so long that it waits."""
     begun = None
     while begun is None or time.monotonic() - begun < for_s:
         is_waiting = group._core.records()[rank]["activity"].startswith("in backward")
@@ -171,7 +171,7 @@ def until_waiting(group, rank, for_s):
 
 @both
 @ranks(2, group=None, framework="framework")
-def test_a_rank_that_never_comes_while_the_group_forms(rank, framework):
+def test_a_rank_that_never_joins_the_group(rank, framework):
     if rank == 1:
         return
     do = adapter(framework)
@@ -184,7 +184,7 @@ def test_a_rank_that_never_comes_while_the_group_forms(rank, framework):
 
 @both
 @ranks(2, group=None, framework="framework")
-def test_the_group_that_a_model_formed_is_as_patient_as_any_for_the_others(rank, framework):
+def test_the_group_that_a_model_formed_keeps_the_default_timeout(rank, framework):
     do, x = adapter(framework), batch()
     model = do.wrap(do.network(), None, timeout_s=20.0)
     do.backward(do.loss(model, x))
@@ -195,14 +195,14 @@ def test_the_group_that_a_model_formed_is_as_patient_as_any_for_the_others(rank,
 @both
 @on_two_ranks
 def test_warn_after_s_belongs_to_the_model(group, framework):
-    do, x, told = adapter(framework), batch(), []
+    do, x, logged = adapter(framework), batch(), []
     model = do.wrap(do.network(), group, warn_after_s=0.1)
     do.backward(do.loss(model, x))
     handler = logging.Handler()
 
     def emit(record):
-        told.append(record.getMessage())
-        if len(told) == 1:  # what the log says is what ends the wait: only then does the other rank come
+        logged.append(record.getMessage())
+        if len(logged) == 1:  # the log ends the wait: only then does the other rank start its backward
             group.send(np.ones(1), 1)
 
     handler.emit = emit
@@ -212,5 +212,5 @@ def test_warn_after_s_belongs_to_the_model(group, framework):
         group.recv(np.zeros(1), 0)
     do.backward(do.loss(model, x))
     if group.rank == 0:
-        assert float(re.search(r"has waited ([\d.]+) s", told[0])[1]) < 9  # the group's own are 10
+        assert float(re.search(r"has waited ([\d.]+) s", logged[0])[1]) < 9  # the group's own are 10
     logging.getLogger("paceline").removeHandler(handler)

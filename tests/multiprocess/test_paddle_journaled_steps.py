@@ -199,7 +199,7 @@ class Counting(optim.SGD):
 
 
 @kept_ranks(2)
-def test_what_it_cannot_be_kept_for_is_refused_on_every_rank(group: Any) -> None:
+def test_what_cannot_have_a_journal_is_refused_on_every_rank(group: Any) -> None:
     def refused(words: str, model: Any, optimizer_class: Any = optim.AdamW, **options: Any) -> None:
         before = [parameter.clone() for parameter in model.parameters()]
         with pytest.raises(ConfigError, match=f"(?s)journal.*{words}"):

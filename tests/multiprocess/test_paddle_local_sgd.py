@@ -113,7 +113,7 @@ def test_hosts_meet(rank):
 
 
 @kept_ranks(2)
-def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(group):
+def test_the_end_of_an_epoch_is_not_a_step_of_the_warm_up(group):
     options, reference = LocalSGD(1, between="ranks", warmup_steps=4), Simulation()
     model = Scaled()
     wrapped = DataParallel(model, local_sgd=options)
