@@ -56,7 +56,7 @@ def values(module) -> list[torch.Tensor]:
 
 
 def gather(group, value):
-    """Everybody's value of Python, by rank. Collective."""
+    """Gather a Python value of each rank, by rank. Collective."""
     return [pickle.loads(each) for each in WholeExchange(group._core).all_gather(pickle.dumps(value), 60.0)]
 
 
@@ -84,7 +84,7 @@ def test_stray_write_is_an_error_at_its_line_and_undone(group):
         weight.mul_(2)
     assert caught.value.parameter == "2.weight"
     assert all(map(torch.equal, values(ddp), before))
-    with pytest.raises(RuntimeError, match=r"wrote to '0.weight'"):  # torch collects what copies raise
+    with pytest.raises(RuntimeError, match=r"wrote to '0.weight'"):  # torch wraps the errors of its copies
         ddp.module.load_state_dict(make_model(1).state_dict())
     with pytest.raises(ConfigError, match=r"wrote to '0.bias'"):
         ddp.module[0].bias.data.zero_()
@@ -99,7 +99,7 @@ def test_stray_write_of_a_thread_is_reported_to_the_main_one(group):
         thread = threading.Thread(target=ddp.module[0].weight.data.zero_)
         thread.start()
         thread.join()
-        ddp(batch_of(0, group.rank))  # at the latest here
+        ddp(batch_of(0, group.rank))  # reports it at the latest
     assert all(map(torch.equal, values(ddp), before))
 
 
@@ -115,7 +115,7 @@ def test_plain_optimizer_is_refused_before_it_has_changed_anything(group):
     assert not optimizer.state
     assert all(map(torch.equal, values(ddp), before))
     with ddp.writing():
-        optimizer.step()  # it holds the same objects: they have moved, and it need not be made anew
+        optimizer.step()  # it needs no rebuilding: the parameters it holds are the same objects, moved
     assert not torch.equal(values(ddp)[0], before[0])
     assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], ddp.parameters()))
 
@@ -135,7 +135,7 @@ def test_there_is_one_copy(group):
 
 
 def mapping_of(address: int) -> tuple[str, int]:
-    """The file that is mapped at an address, and its share in the memory of all processes, in KiB."""
+    """Return the file mapped at an address, and its proportional size (Pss) in this process, in KiB."""
     current = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) (.*)", line):
@@ -154,7 +154,7 @@ def test_writes_of_one_rank_of_the_host_count_for_all(group):
         if group.rank == 1:
             ddp.module[0].weight.fill_(3)
         seen = ddp.module[0].weight.clone()
-    assert torch.equal(seen, before[0]) == (group.rank == 0)  # nobody sees another's before the end
+    assert torch.equal(seen, before[0]) == (group.rank == 0)  # other ranks' writes show only after it
     assert bool((ddp.module[0].weight == 3).all())
     assert torch.equal(ddp.module[2].weight, before[2])
 
@@ -185,7 +185,7 @@ def test_backward_that_needs_the_old_values_is_refused_on_every_rank(group):
 
 @kept_ranks(2)
 def test_every_rank_may_run_the_same_code(group):
-    """Code for unshared parameters: on each rank it reads what it has written itself, and not twice."""
+    """As code for unshared parameters: each rank reads only its own writes, and each write counts once."""
     ddp = wrap(group, make_model())
     ema = [p.detach().clone() + 1 for p in ddp.parameters()]
     before = values(ddp)
@@ -232,12 +232,12 @@ def test_exception_on_one_rank_undoes_the_block_on_all(group):
 
 
 @ranks(2)
-def test_rank_that_does_not_come_is_named(group):
+def test_rank_that_skips_writing_is_named(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
     group.barrier()
     if group.rank == 0:
-        ddp._storage.copy._timeout_s = 0.5  # the one wait that is meant to end by its deadline
+        ddp._storage.copy._timeout_s = 0.5  # the only wait that is meant to reach its deadline
         with pytest.raises(DeadlineError, match="rank 1"), ddp.writing(), torch.no_grad():
             ddp.module[0].weight.fill_(3)
     else:
@@ -254,7 +254,7 @@ def is_over(group) -> bool:
 
 
 def wait_for(condition) -> None:
-    """Poll: what comes is in another process."""
+    """Poll for a condition that depends on another process."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
@@ -277,7 +277,7 @@ def test_state_dict_and_load_state_dict(group):
     assert all(map(torch.equal, values(ddp), values(make_model(2))))
     one = io.BytesIO()
     torch.save(ddp.module[2].bias, one)
-    assert len(one.getvalue()) < 2500  # its own bytes, and not those of the model
+    assert len(one.getvalue()) < 2500  # only its own bytes, not those of the whole model
     with pytest.raises(ConfigError, match="assign=True"):
         ddp.load_state_dict(make_model(1).state_dict(), assign=True)
 
@@ -296,7 +296,7 @@ def test_copies_are_private(group):
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     module(batch_of(0, 0)).sum().backward()
     optimizer.step()
-    twin(batch_of(0, group.rank)).sum().backward()  # collective: it shares parameters of its own
+    twin(batch_of(0, group.rank)).sum().backward()  # collective: it shares its own parameters
     assert mapping_of(twin.module[0].weight.data_ptr())[0] != mapping_of(ddp.module[0].weight.data_ptr())[0]
     with pytest.raises(ConfigError, match="wrote to"), torch.no_grad():
         twin.module[0].weight.zero_()
@@ -380,7 +380,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(group):
     with pytest.raises(ConfigError, match="rank 1: the embedding '0' has max_norm"):
         wrap(group, module)
     module = make_model(group.rank)
-    wrap(group, module)(batch_of(0, group.rank)).sum().backward()  # the group is as good as before
+    wrap(group, module)(batch_of(0, group.rank)).sum().backward()  # the group still works
 
 
 @kept_ranks(2)
@@ -404,7 +404,7 @@ def test_too_little_memory_is_reported_before_any_is_taken(group):
 
 @pytest.mark.skipif(not seccomp.is_supported(), reason="numbers of system calls unknown")
 @ranks(2)
-def test_a_rank_that_cannot_put_memory_behind_its_share_is_named(group):
+def test_a_rank_that_cannot_reserve_its_memory_is_named(group):
     module = make_model()
     if group.rank == 1:
         seccomp.refuse("fallocate", errno.ENOSPC)
@@ -438,7 +438,7 @@ def test_forked_child_reads_and_cannot_write(group):
 
 
 @ranks(2)
-def test_memory_goes_with_the_model(group):
+def test_memory_is_freed_with_the_model(group):
     def mapped(file: str) -> int:
         return sum(line.split()[4] == file for line in Path("/proc/self/maps").read_text().splitlines())
 
@@ -450,7 +450,7 @@ def test_memory_goes_with_the_model(group):
     assert mapped(file) == 2
     del ddp
     gc.collect()
-    assert held.data_ptr() == address and held.sum().isfinite()  # what is still held is still there
+    assert held.data_ptr() == address and held.sum().isfinite()  # memory in use stays mapped
     del held
     gc.collect()
     assert mapped(file) == 0
@@ -458,7 +458,7 @@ def test_memory_goes_with_the_model(group):
 
 
 @ranks(2, dies={1: signal.SIGKILL})
-def test_survivor_of_a_death_saves_the_parameters(group):
+def test_a_survivor_can_save_the_parameters(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
     group.barrier()
@@ -471,7 +471,7 @@ def test_survivor_of_a_death_saves_the_parameters(group):
 
 
 class DiesWhilePublishing:
-    """The memory of a rank that has written the first page when it is killed."""
+    """The memory of a rank that is killed after it has written the first page."""
 
     def __init__(self, memory) -> None:
         self._memory = memory
@@ -518,7 +518,7 @@ OPTIONS = (
 
 
 @kept_ranks(2)
-def test_options_of_the_wrapper_go_together_with_it(group):
+def test_it_works_with_the_other_options(group):
     for options in OPTIONS:
         seed = 0 if "init_sync" in options else group.rank
         models = [wrap(group, make_model(seed), share_parameters=each, **options) for each in (True, False)]
@@ -554,7 +554,7 @@ def test_uneven_data(group):
 
 
 @ranks(2, dies={0: ConfigError})
-def test_finish_without_a_step_is_refused_where_it_would_be_missed(group):
+def test_finish_without_a_step_is_refused_if_other_ranks_would_wait_for_it(group):
     ddp = wrap(group, make_model())
     if group.rank == 0:
         ddp.finish()
@@ -588,7 +588,7 @@ def test_over_a_process_group(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_same_training_as_torchs_own(rank):
+def test_same_training_as_torchs_ddp(rank):
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
     ours, theirs = wrap(None, make_model(0)), TorchDDP(make_model(0))
@@ -676,8 +676,8 @@ def test_share_for_inference(group):
     given = copy.deepcopy(model).eval()
     assert share(model, group) is model
     model.eval()
-    everybodys = gather(group, model(batch_of(0, 0)).tolist())
-    assert everybodys[0] == everybodys[1]
+    by_rank = gather(group, model(batch_of(0, 0)).tolist())
+    assert by_rank[0] == by_rank[1]
     if group.rank == 0:
         assert torch.equal(model(batch_of(0, 0)), given(batch_of(0, 0)))
     for address in (model[0].weight.data_ptr(), model[1].running_mean.data_ptr()):

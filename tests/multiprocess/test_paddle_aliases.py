@@ -1,7 +1,7 @@
-"""Gradients that share memory, in random small graphs: with one that has still to flow on, or with another's.
+"""Gradients that share memory with each other, or with a gradient that backward still uses, in random graphs.
 
-A parameter's gradient may be what a PyLayer returned for two inputs, a part of it, or a view of that.
-The reference is one process in float64.
+A parameter's gradient may be the tensor that a PyLayer returned for two inputs, a part of it, or a view of
+it. The reference is one process in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.multiprocess.paddle_models import CLEARS, assert_same_on_all_ranks, j
 
 SIZE = 4
 STEPS = 4
-NUM_GRAPHS = 12  # the fuzzer of tests/differential makes many more
+NUM_GRAPHS = 12  # the fuzzer in tests/differential makes many more
 MODES = {
     "memory": {},
     "memory, small buckets": {"comm_buffer_size": 1e-6, "last_comm_buffer_size": 1e-6},
@@ -33,7 +33,7 @@ MODES = {
 
 
 class Twice(paddle.autograd.PyLayer):
-    """A sum whose backward returns one tensor for both."""
+    """A sum whose backward returns one tensor for both inputs."""
 
     @staticmethod
     def forward(ctx: Any, a: paddle.Tensor, b: paddle.Tensor) -> paddle.Tensor:
@@ -45,7 +45,7 @@ class Twice(paddle.autograd.PyLayer):
 
 
 class Partly(paddle.autograd.PyLayer):
-    """`b` is added to some rows of `a`; backward returns a tensor and a part of it."""
+    """Adds `b` to some rows of `a`; backward returns a tensor and a part of it."""
 
     @staticmethod
     def forward(ctx: Any, a: paddle.Tensor, b: paddle.Tensor) -> paddle.Tensor:
@@ -86,19 +86,19 @@ PLAIN: dict[str, Joined] = {
 }
 
 
-# what flows on is memory of the parameter's gradient, too
+# Backward passes on memory that is also the parameter's gradient.
 BACKWARD_ON = {"twice", "twice, other way", "partly"}
 
 
 class Graph(nn.Layer):
-    """Parameters that are joined, one by one, to something that was there before.
+    """Parameters that are joined, one by one, to an earlier result.
 
-    What is joined by a PyLayer that passes its gradient on is used nowhere else: Paddle adds other gradients
-    to it in place, and so to those of both inputs, even in one process. See `is_right_alone`.
+    A result that is joined by a PyLayer which passes its gradient on is used nowhere else: Paddle would add
+    other gradients to it in place, and so to those of both inputs, even in one process. See `is_right_alone`.
 
     Args:
-        seed: Decides all.
-        is_plain: Add in the ordinary way: the same numbers, and nothing shares memory.
+        seed: Decides the whole graph.
+        is_plain: Use ordinary additions: the same numbers, and no gradients share memory.
     """
 
     def __init__(self, seed: int, *, is_plain: bool = False) -> None:
@@ -133,7 +133,7 @@ class Graph(nn.Layer):
         for join, way, index, before in self.steps:
             parameter = self.added[index]
             shaped = parameter if join == "partly" else WAYS[way][1](parameter)
-            if factor != 1.0:  # then nothing is shared; ranks differ in it
+            if factor != 1.0:  # then no memory is shared; the ranks' factors differ
                 shaped = shaped * factor
             joined = PLAIN.get(join, JOINS[join]) if self.is_plain else JOINS[join]
             made.append(joined(made[before], shaped))
@@ -162,7 +162,7 @@ def expected_gradients(seed: int, step: int) -> list[np.ndarray]:
 
 
 def is_right_alone(seed: int) -> bool:
-    """Whether Paddle itself is right, in one process: it also computes in place where memory is shared."""
+    """Return whether Paddle is right in one process: it computes in place even where memory is shared."""
     for step in range(STEPS):
         sums = [0.0] * len(list(Graph(seed).parameters()))
         for rank in range(2):
@@ -177,21 +177,21 @@ def is_right_alone(seed: int) -> bool:
 
 
 def backward_behind(late: int, group: Any, wrapped: nn.Layer, x: paddle.Tensor, factor: float) -> None:
-    """A backward in which the rank `late` begins when the other one has handed over everything."""
+    """Run a backward that the rank `late` begins after the other rank has handed over all gradients."""
     token = np.zeros(1)
 
-    def meet(_: paddle.Tensor) -> None:
+    def wait_or_signal(_: paddle.Tensor) -> None:
         group.recv(token, 1 - group.rank) if group.rank == late else group.send(token, 1 - group.rank)
 
     x.stop_gradient = False
     output = wrapped(x, factor)
-    (output if group.rank == late else x).register_hook(meet)  # that of x is one of the last
+    (output if group.rank == late else x).register_hook(wait_or_signal)  # that of x is one of the last
     loss_of(output, group.rank).backward()
 
 
 @joined_ranks(2, group="paceline", deadline_s=180)
 def test_random_graphs_equal_one_process_in_float64(group: Any) -> None:
-    """In all modes, of which the references are the same."""
+    """In all modes; one reference serves all of them."""
     join_paddle(group.rank)
     clears = list(CLEARS.values())
     for seed, mode in itertools.product(filter(is_right_alone, range(NUM_GRAPHS)), MODES):
@@ -201,7 +201,7 @@ def test_random_graphs_equal_one_process_in_float64(group: Any) -> None:
         so_far: list[np.ndarray] = [np.zeros(p.shape) for p in model.parameters()]
         for step in range(STEPS):
             x, factor = inputs(seed, group.rank, step)
-            if step != 2:  # that one accumulates
+            if step != 2:  # step 2 accumulates
                 clears[seed % len(clears)](wrapped)
                 so_far = [np.zeros_like(mean) for mean in so_far]
             backward_behind(step % 2, group, wrapped, paddle.to_tensor(x), factor)
@@ -214,17 +214,17 @@ def test_random_graphs_equal_one_process_in_float64(group: Any) -> None:
             assert_same_on_all_ranks(model, group)
 
 
-class Outsiders(nn.Layer):
-    """Adds a row to its input, so that the gradient of the row lies in memory that another tensor has, too.
+class Holders(nn.Layer):
+    """Adds a row to its input, so that another tensor also holds the memory of the row's gradient.
 
     Args:
-        who: "input", for which a PyLayer returns the same tensor; "view" of the row, which keeps its
-            gradient; or "hook" of that view, which keeps what it gets.
+        holder: "input", for which a PyLayer returns the same tensor; "view" of the row, which retains its
+            gradient; or "hook" of that view, which keeps the gradient that it gets.
     """
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, holder: str) -> None:
         super().__init__()
-        self.who = who
+        self.holder = holder
         self.row = self.create_parameter([SIZE], default_initializer=nn.initializer.Constant(0.0))
         self.last = self.create_parameter([SIZE], default_initializer=nn.initializer.Constant(1.0))
         self.view: paddle.Tensor | None = None
@@ -232,21 +232,21 @@ class Outsiders(nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         self.view = self.row.unsqueeze(0)
-        if self.who == "view":
+        if self.holder == "view":
             self.view.retain_grads()
-        elif self.who == "hook":
+        elif self.holder == "hook":
             self.view.register_hook(self.seen.append)  # returns None: the gradient stays
         return Twice.apply(x, self.view) * self.last
 
     def of_others(self, x: paddle.Tensor) -> list[paddle.Tensor]:
-        """Gradients outside of the model that were computed in the last backward."""
+        """Return the last backward's gradients of tensors outside the model."""
         made = [x.grad]
-        if self.who == "view":
+        if self.holder == "view":
             made.append(self.view.grad)
         return made + self.seen[-1:]
 
     def check_memory(self, x: paddle.Tensor, rank: int, when: str) -> None:
-        """The row's mean is in none of these tensors, and what is written to them is not in the mean."""
+        """Check that the row's mean shares no memory with these tensors, in either direction."""
         own = np.arange(1.0, 1.0 + SIZE) * (1 + rank)
         for gradient in self.of_others(x):
             assert np.allclose(gradient.numpy().reshape(-1), own), f"{when}: {gradient} instead of {own}"
@@ -256,13 +256,13 @@ class Outsiders(nn.Layer):
         assert np.allclose(found, mean), f"{when}: {found} instead of {mean}"
 
 
-@pytest.mark.parametrize("who", ["input", "view", "hook"])
+@pytest.mark.parametrize("holder", ["input", "view", "hook"])
 @joined_ranks(2, group="paceline")
-def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> None:
-    """No mean is written to it, and what is written to it does not change a mean."""
+def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, holder: str) -> None:
+    """No mean is written to it, and writing to it does not change a mean."""
     join_paddle(group.rank)
     for mode, clear in itertools.product(MODES, CLEARS.values()):
-        model = Outsiders(who)
+        model = Holders(holder)
         wrapped = DataParallel(model, **MODES[mode], **({} if mode.startswith("group") else {"group": group}))
         for step in range(3):
             x = paddle.zeros([1, SIZE])
@@ -273,7 +273,7 @@ def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> N
 
 
 class Beside(nn.Layer):
-    """Has a row that it does not use, and scales its input by a parameter of its own."""
+    """Has a row that it does not use, and scales its input by its own parameter."""
 
     def __init__(self, row: paddle.Tensor) -> None:
         super().__init__()
@@ -287,15 +287,15 @@ class Beside(nn.Layer):
 @pytest.mark.parametrize("other", ["wrapper", "behind", "before"])
 @joined_ranks(2, group="paceline")
 def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(group: Any, other: str) -> None:
-    """A model that is wrapped a second time; or another one that has the parameter, in the same backward."""
+    """A model that is wrapped twice; or another model that has the parameter, in the same backward."""
     join_paddle(group.rank)
     for mode, clear in zip(MODES, itertools.cycle(CLEARS.values())):
         own = {} if mode.startswith("group") else {"group": group}
-        model = Outsiders("hook" if other == "before" else "input")
+        model = Holders("hook" if other == "before" else "input")
         first = DataParallel(model, **MODES[mode], **own)
         beside = model if other == "wrapper" else Beside(model.row)
         second = DataParallel(beside, find_unused_parameters=True, **MODES[mode], **own)
-        # The gradient of the row comes before the backward of what is before.
+        # The row's gradient is ready before backward reaches the layers in front.
         between = [nn.LeakyReLU(1.0) for _ in range(4)]
         parts = {"wrapper": [second], "behind": [first, second], "before": [second, *between, first]}
         whole = nn.Sequential(*parts[other])
@@ -308,12 +308,12 @@ def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(grou
 
 
 @joined_ranks(2, group="paceline")
-def test_gradients_that_the_program_has_laid_somewhere_stay_there(group: Any) -> None:
-    """Means are written where the user has gradients lie, and whoever holds that memory sees them."""
+def test_gradients_stay_in_memory_that_the_program_chose(group: Any) -> None:
+    """Means are written to where the user placed the gradients, so every holder of that memory sees them."""
     join_paddle(group.rank)
     mean = np.arange(1.0, 1.0 + SIZE) * 1.5
     for own in ({"group": group}, {"reduce_through": "group"}):
-        model = Outsiders("input")
+        model = Holders("input")
         wrapped = DataParallel(model, **own)
         flat = paddle.zeros([2 * SIZE])
         model.row._copy_gradient_from(flat[:SIZE])

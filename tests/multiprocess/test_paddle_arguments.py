@@ -40,7 +40,7 @@ def test_a_static_graph_may_differ_from_rank_to_rank(group: Any) -> None:
 
 
 class Twice(nn.Layer):
-    """`late` is in two parts of the graph that backward runs on their own, or in none."""
+    """Backward runs `late` in two separate parts of the graph, or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
         param_to_hook_all_reduce=model.head.weight,
         gradient_as_bucket_view=view,
     )
-    # Once in the first backward passes, so that nothing but the argument tells that it comes twice later on.
+    # Once in the first backwards, so that only the argument announces that it runs twice later.
     for times in (1, 1, 2, 0, 2):
         x = batch(seed=times)
         wrapped.clear_gradients()
@@ -74,19 +74,19 @@ def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
         squares(wrapped(own, times)).backward()
         squares(alone(whole, times)).backward()
         for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
-            zeros = np.zeros(expected.shape)  # of one that got no gradient, as in torch
+            zeros = np.zeros(expected.shape)  # for a parameter without a gradient, as in torch
             assert_allclose(
                 ours.grad.numpy(),
                 zeros if expected.grad is None else expected.grad.numpy(),
                 rtol=1e-5,
                 atol=1e-6,
             )
-    wrapped.init_reducer()  # looks at the same parameters again
+    wrapped.init_reducer()  # reads the same arguments again
     assert wrapped._tensors.delayed == {0, 1}
 
 
 @kept_ranks(2)
-def test_delayed_parameters_that_are_none(group: Any) -> None:
+def test_wrong_delayed_parameters_and_meshes_are_refused(group: Any) -> None:
     model = two_layers()
     named = list(model.named_parameters())
     unknown_peer = paddle.create_parameter([1], "float32")

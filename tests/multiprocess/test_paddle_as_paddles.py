@@ -1,6 +1,6 @@
-"""What Paddle's own tests of its DataParallel ask for: ours beside Paddle's class, and beside one process.
+"""Programs of Paddle's own DataParallel tests: Paceline's class beside Paddle's, and beside one process.
 
-paddles_tests.md names, for each of Paddle's tests, the one here.
+paddles_tests.md names the test here for each of Paddle's tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
 
 def trains_as_paddles(program: Program, rank: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of parameters that nobody uses
+        warnings.simplefilter("ignore", RuntimeWarning)  # about parameters that no rank uses
         theirs = run(program, paddle.DataParallel, rank)
         for path in ("memory", "group"):
             ours = run(program, functools.partial(DataParallel, reduce_through=path), rank)
@@ -50,7 +50,7 @@ def trains_as_paddles(program: Program, rank: int) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @joined_ranks(2)
-def test_it_trains_as_paddles_class_does(rank: int, name: str) -> None:
+def test_it_trains_like_paddles_class(rank: int, name: str) -> None:
     join_paddle(rank)
     trains_as_paddles(PROGRAMS[name], rank)
 
@@ -60,9 +60,7 @@ def train_spawned() -> None:
     dist.init_parallel_env()
     trains_as_paddles(PROGRAMS["shared and unused"], dist.get_rank())
     dist.barrier()
-    os._exit(
-        0
-    )  # at an ordinary end an assertion of libuv, in Paddle's store, has aborted rank 0 now and then
+    os._exit(0)  # at a normal exit, a libuv assertion in Paddle's store sometimes aborted rank 0
 
 
 def spawn_programs() -> None:
@@ -78,7 +76,7 @@ def test_the_same_under_paddles_spawn() -> None:
 
 
 class TwoWays(nn.Layer):
-    """Two weights, of which one is used, and one that never is; and buffers that are not trained."""
+    """Two weights, of which each forward uses one, an unused one, and buffers that are not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,10 +92,10 @@ class TwoWays(nn.Layer):
 @pytest.mark.parametrize("path", ["memory", "group"])
 @joined_ranks(2)
 def test_local_and_averaged_backwards_add_up_to_the_same(rank: int, path: str) -> None:
-    """Several backwards averaged one by one are, in sum, what is accumulated and averaged once."""
+    """Backwards that are averaged one by one sum up to what is accumulated and averaged once."""
     join_paddle(rank)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # `unused` is
+        warnings.simplefilter("ignore", RuntimeWarning)  # about `unused`
         late, each = (
             DataParallel(TwoWays(), find_unused_parameters=True, reduce_through=path) for _ in range(2)
         )
@@ -130,7 +128,7 @@ class Squares(nn.Layer):
 @pytest.mark.parametrize("kind", [paddle.DataParallel, DataParallel])
 @ranks(1, group=None)
 def test_a_layer_without_parameters_in_one_process(rank: int, kind: type[nn.Layer]) -> None:
-    """And Paddle's functions that join and part tensors are Paddle's, whoever wraps."""
+    """Paddle's functions that coalesce and split tensors are Paddle's in either class."""
     from paddle.distributed.parallel import _coalesce_tensors, _reshape_inplace, _split_tensors
 
     with pytest.warns(UserWarning, match=r"single-card|strategy\.nranks is 1"):
@@ -145,7 +143,7 @@ def test_a_layer_without_parameters_in_one_process(rank: int, kind: type[nn.Laye
 
 @ranks(2, group=None)
 def test_two_hapi_models_of_one_network(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hapi wraps the network by itself, for each stage of a training anew; nothing is dropped."""
+    """hapi wraps the network itself, again for each stage of training; no data is dropped."""
     join_paddle(rank)
     monkeypatch.setattr(paddle, "DataParallel", DataParallel)
     network, alone = two_layers(), two_layers()

@@ -1,4 +1,4 @@
-"""Which buffers paceline.paddle.DataParallel keeps in step, and which it leaves to each rank."""
+"""Which buffers paceline.paddle.DataParallel synchronises, and which it leaves to each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CSR = functools.partial(paddle.sparse.sparse_csr_tensor, [0, 1, 2], [1, 0], shap
 
 
 class Recurrent(nn.Layer):
-    """A recurrent layer, which registers a buffer that has no values on the CPU, and a counter."""
+    """A recurrent layer, whose buffer has no values on the CPU, and a counter."""
 
     def __init__(self, kind: type[nn.Layer]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Recurrent(nn.Layer):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.SimpleRNN])
 @joined_ranks(2)
-def test_recurrent_layers_train_as_under_paddles_class(rank: int, kind: type[nn.Layer]) -> None:
+def test_recurrent_layers_train_like_under_paddles_class(rank: int, kind: type[nn.Layer]) -> None:
     join_paddle(rank)
     theirs, x = Recurrent(kind), share(batch(20), rank)
     train(paddle.DataParallel(theirs), x)
@@ -57,7 +57,7 @@ def test_recurrent_layers_train_as_under_paddles_class(rank: int, kind: type[nn.
             assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
             assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-5, atol=1e-6)
         expected = Recurrent(kind)
-        train(expected, share(batch(20), 0))  # rank 0's buffer after each backward
+        train(expected, share(batch(20), 0))  # each backward leaves rank 0's buffer
         assert_allclose(model.seen.numpy(), expected.seen.numpy(), rtol=1e-5)
         wrapped.sync_buffers()
         wrapped.check_replicas()
@@ -78,12 +78,12 @@ def test_a_recurrent_layer_is_shared_for_inference(group: Any) -> None:
     paddle.seed(1 + group.rank)
     model = paceline.paddle.share(nn.GRU(4, 3), group)
     outputs, _ = model(paddle.ones([2, 5, 4]))
-    everybodys = group.all_gather(np.ascontiguousarray(outputs.numpy()))
-    assert_array_equal(everybodys[0], everybodys[1])
+    by_rank = group.all_gather(np.ascontiguousarray(outputs.numpy()))
+    assert_array_equal(by_rank[0], by_rank[1])
 
 
 @kept_ranks(2)
-def test_a_buffer_with_no_sync_is_each_ranks_own(group: Any) -> None:
+def test_a_buffer_with_no_sync_stays_each_ranks_own(group: Any) -> None:
     model = two_layers()
     for name in ("own", "common"):
         model.register_buffer(name, paddle.full([2], float(group.rank)))
@@ -99,7 +99,7 @@ def test_a_buffer_with_no_sync_is_each_ranks_own(group: Any) -> None:
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("make", [COO, CSR])
 @joined_ranks(2)
-def test_a_sparse_buffer_is_each_ranks_own(rank: int, make: Any, path: str) -> None:
+def test_a_sparse_buffer_stays_each_ranks_own(rank: int, make: Any, path: str) -> None:
     join_paddle(rank)
     model = two_layers()
     model.register_buffer("adjacent", make([1.0, 2.0 + rank]), persistable=False)
@@ -123,7 +123,7 @@ def test_a_buffer_that_is_sparse_on_one_rank_is_refused_on_all(group: Any) -> No
 
 
 @kept_ranks(2)
-def test_a_buffer_that_is_empty_at_first_is_kept_in_step(group: Any) -> None:
+def test_a_buffer_that_is_empty_at_first_is_synchronised(group: Any) -> None:
     model = two_layers()
     model.register_buffer("queue", paddle.zeros([0, 2]))
     wrapped = DataParallel(model, group=group)

@@ -1,4 +1,4 @@
-"""Parameters that are others after wrapping: by their shapes, or by a forward that changes frozen ones."""
+"""Parameters that change after wrapping: another shape or dtype, frozen, unfrozen, or written in forward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Sum(nn.Layer):
 @paths
 @pytest.mark.parametrize("how", LATER)
 @joined_ranks(2)
-def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, view: bool, how: str) -> None:
+def test_a_changed_shape_or_dtype_is_refused_on_every_rank(
+    rank: int, path: str, view: bool, how: str
+) -> None:
     join_paddle(rank)
     for clear in CLEARS.values():
         model = Sum()
@@ -64,7 +66,7 @@ def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, 
             wrapped().backward()
         assert "'weight'" in str(caught.value)
         if paddle.__version__ < "3.3":
-            continue  # there a parameter whose `.data` was set gets no gradient any more
+            continue  # there, a parameter whose `.data` was set gets no more gradients
         model.weight.data = weight
         CLEARS["none"](wrapped)
         wrapped().backward()
@@ -74,7 +76,7 @@ def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, 
 @paths
 @pytest.mark.parametrize("how", LATER)
 @joined_ranks(2)
-def test_an_unused_value_of_another_kind_is_refused_on_every_rank(
+def test_a_changed_shape_or_dtype_of_an_unused_parameter_is_refused_on_every_rank(
     rank: int, path: str, view: bool, how: str
 ) -> None:
     join_paddle(rank)
@@ -93,7 +95,7 @@ def test_an_unused_value_of_another_kind_is_refused_on_every_rank(
 
 @kept_ranks(2)
 def test_an_embedding_of_another_shape_is_refused_on_every_rank(group: Any) -> None:
-    """Its rows would be beyond the end of the other rank's."""
+    """Its rows would lie beyond the end of the other rank's embedding."""
     model = Words(True)
     wrapped = DataParallel(model, group=group)
     if group.rank == 1:
@@ -103,7 +105,7 @@ def test_an_embedding_of_another_shape_is_refused_on_every_rank(group: Any) -> N
 
 
 def quantized() -> nn.Layer:
-    """Two layers for quantization-aware training, whose observers keep what they see as frozen parameters."""
+    """Two layers for quantization-aware training, whose observers keep statistics in frozen parameters."""
     quanter = FakeQuanterWithAbsMaxObserver(moving_rate=0.9)
     model = QAT(QuantConfig(activation=quanter, weight=quanter)).quantize(two_layers(), inplace=True)
     model[2].bias.stop_gradient = True
@@ -128,7 +130,7 @@ UNFROZEN = {
 @paths
 @joined_ranks(2)
 def test_frozen_parameters_that_forward_changes_in_place(rank: int, path: str, view: bool) -> None:
-    """Autograd takes them into its graph, as what an in-place operator made; nobody has unfrozen them."""
+    """Autograd adds them to its graph as results of an in-place operator, although they are frozen."""
     join_paddle(rank)
     x, models = share(batch(), rank), [quantized(), quantized()]
     ours = DataParallel(models[0], reduce_through=path, gradient_as_bucket_view=view)
@@ -142,7 +144,7 @@ def test_frozen_parameters_that_forward_changes_in_place(rank: int, path: str, v
     for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
     scale = scale_of(models[0])
-    assert not scale.stop_gradient and not scale.is_leaf  # else this tests nothing
+    assert not scale.stop_gradient and not scale.is_leaf  # otherwise this tests nothing
     ours.init_reducer()
     squares(ours(x)).backward()
     again = DataParallel(models[0], reduce_through=path)
@@ -156,7 +158,7 @@ def test_frozen_parameters_that_forward_changes_in_place(rank: int, path: str, v
 
 @pytest.mark.parametrize("name", UNFROZEN)
 @kept_ranks(2)
-def test_what_is_unfrozen_beside_them_is_refused(group: Any, name: str) -> None:
+def test_a_parameter_unfrozen_beside_them_is_refused(group: Any, name: str) -> None:
     model, x = quantized(), share(batch(), group.rank)
     wrapped = DataParallel(model, group=group)
     for _ in range(2):
@@ -167,7 +169,7 @@ def test_what_is_unfrozen_beside_them_is_refused(group: Any, name: str) -> None:
 
 
 def freeze_around_forwards(model: nn.Layer, layer: nn.Layer, x: paddle.Tensor) -> list[list[Any]]:
-    """Gradients after each of some backwards; `model` is on one rank, or has all of the batch."""
+    """Return the gradients after each backward; `model` is wrapped, or has the whole batch."""
     found = []
 
     def backward(loss: paddle.Tensor) -> None:
@@ -230,7 +232,7 @@ def test_layers_frozen_between_a_forward_and_a_backward(
 @paths
 @pytest.mark.parametrize("find_unused", [False, True])
 @joined_ranks(2)
-def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
+def test_the_grad_of_a_frozen_parameter_stays_while_a_rank_has_no_data(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
     join_paddle(rank)
@@ -251,7 +253,7 @@ def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
 
 
 class Gated(nn.Layer):
-    """Layers that one of two ranks leaves out: rank 0 the first, rank 1 the second."""
+    """Of two layers, rank 0 skips the first and rank 1 the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,10 +266,10 @@ class Gated(nn.Layer):
 
 @paths
 @joined_ranks(2)
-def test_what_is_left_of_parameters_frozen_after_their_forward_is_averaged(
+def test_gradients_of_parameters_frozen_after_their_forward_are_averaged(
     rank: int, path: str, view: bool
 ) -> None:
-    """Paddle adds to them all the same, on the rank that has used them."""
+    """Paddle still adds to them, on the rank that used them."""
     join_paddle(rank)
     x = batch(4)
     model, alone = Gated(), Gated()
@@ -293,10 +295,10 @@ def test_what_is_left_of_parameters_frozen_after_their_forward_is_averaged(
 @pytest.mark.parametrize("is_alone", [False, True])
 @paths
 @joined_ranks(2)
-def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_when_it_is_frozen(
+def test_no_sync_gradients_of_one_rank_count_after_their_parameter_is_frozen(
     rank: int, path: str, view: bool, is_alone: bool
 ) -> None:
-    """As in the mean of all that the ranks have left of it."""
+    """As in the mean of what all ranks have accumulated for it."""
     join_paddle(rank)
     x = batch(4)
     model, ranks_alone = Gated(), [Gated(), Gated()]
@@ -322,7 +324,7 @@ def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_wh
         micro_batch(each, ranks_alone[each])
     for p in [p for each in (model, *ranks_alone) for p in each.gates.parameters()]:
         p.stop_gradient = True
-    for _ in range(2):  # in the second one nobody has used them: they stay
+    for _ in range(2):  # no rank uses them in the second one, so they stay
         micro_batch(rank, ours)
         for each in range(2):
             micro_batch(each, ranks_alone[each])

@@ -1,4 +1,4 @@
-"""Communication hooks for Paddle, in shared memory and over a group of Paddle's; and those that compress."""
+"""Communication hooks for Paddle, in shared memory and over Paddle's process group, and compressing hooks."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from tests.multiprocess.paddle_models import (
 )
 
 KINDS = [(Fp16Compression, fp16_hook), (Bf16Compression, bf16_hook), (EightBitCompression, eight_bit_hook)]
-# Of a value, or of the largest in its block: what rounding may take from it.
+# The largest rounding error, relative to a value or to the largest value of its block.
 UNITS = {Fp16Compression: 2.0**-11, Bf16Compression: 2.0**-8, EightBitCompression: 1 / 254}
 PATHS = pytest.mark.parametrize("path", ["memory", "group"])
 
 
 def mean(state: Any, bucket: Any) -> Any:
-    """What happens without a hook."""
+    """Do what happens without a hook."""
     return bucket.all_reduce(bucket.buffer()).then(lambda f: f.value() / bucket.world_size)
 
 
@@ -60,8 +60,8 @@ def at_once(state: Any, bucket: Any) -> paddle.Tensor:
     return bucket.all_gather(bucket.buffer()).wait().mean(axis=0)
 
 
-def test_what_has_failed_fails_again():
-    """A hook that waits twice is told twice, and no bucket is taken for averaged."""
+def test_a_failed_future_raises_again():
+    """A hook that waits twice gets the error twice, and no bucket counts as averaged."""
     calls = []
 
     def finish() -> paddle.Tensor:
@@ -83,7 +83,7 @@ def with_paddles_calls(state: Any, bucket: Any) -> paddle.Tensor:
 
 
 def twice(state: Any, bucket: Any) -> Any:
-    """A call that is made when another one completes."""
+    """Make a second call when the first one completes."""
     return bucket.all_reduce(bucket.buffer()).then(
         lambda f: bucket.all_reduce(f.value() / 4.0).wait()  # the sum of two equal halves of the mean
     )
@@ -91,7 +91,7 @@ def twice(state: Any, bucket: Any) -> Any:
 
 @contextlib.contextmanager
 def numpy_group(rank: int) -> Iterator[Any]:
-    """To compare ranks, beside paddle.distributed."""
+    """A group beside paddle.distributed, with which the test compares ranks."""
     with paceline.init(name="compare") as group:
         yield group
 
@@ -99,7 +99,7 @@ def numpy_group(rank: int) -> Iterator[Any]:
 @PATHS
 @pytest.mark.parametrize("view", [False, True])
 @joined_ranks(2)
-def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: bool) -> None:
+def test_a_hook_that_averages_gives_the_same_as_no_hook(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     expected = two_layers()
     train(expected, paddle.to_tensor(batch()))
@@ -119,11 +119,11 @@ def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: 
 
 
 @kept_ranks(2)
-def test_weights_unused_and_sparse_parameters_beside_a_hook(group: Any) -> None:
+def test_weights_unused_and_sparse_parameters_with_a_hook(group: Any) -> None:
     model = nn.Linear(4, 1)
-    weighed = DataParallel(model, group=group, weight=3 - 2 * group.rank)
-    weighed.register_comm_hook(None, mean)
-    weighed(paddle.full([1, 4], 1.0 + 4 * group.rank)).sum().backward()
+    weighted = DataParallel(model, group=group, weight=3 - 2 * group.rank)
+    weighted.register_comm_hook(None, mean)
+    weighted(paddle.full([1, 4], 1.0 + 4 * group.rank)).sum().backward()
     assert_allclose(model.weight.grad.numpy(), np.full((4, 1), 2.0), rtol=1e-6)
     fork = Branches()
     wrapped = DataParallel(fork, group=group, find_unused_parameters=True)
@@ -140,7 +140,7 @@ def test_weights_unused_and_sparse_parameters_beside_a_hook(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_a_hook_of_a_changed_model_stays(group: Any) -> None:
+def test_a_hook_stays_after_init_reducer(group: Any) -> None:
     calls: list[int] = []
 
     def counted(state: Any, bucket: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_single_process_calls_its_hook(rank: int) -> None:
 
 
 @kept_ranks(2)
-def test_what_is_not_finite_is_named_beside_a_hook(group: Any) -> None:
+def test_values_that_are_not_finite_are_named_with_a_hook(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group, nonfinite="raise")
     wrapped.register_comm_hook(None, mean)
@@ -178,12 +178,12 @@ def test_what_is_not_finite_is_named_beside_a_hook(group: Any) -> None:
     model = nn.Linear(4, 1)
     wrapped = DataParallel(model, group=group, nonfinite="raise")
     wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer() * float("inf"))
-    with pytest.raises(NonFiniteGradientError):  # no rank's gradient is to blame
+    with pytest.raises(NonFiniteGradientError):  # the hook's result: every rank's gradient is finite
         wrapped(paddle.ones([1, 4])).sum().backward()
 
 
 @ranks(2, dies={1: signal.SIGKILL})
-def test_a_lost_rank_is_named_beside_a_hook(group: Any) -> None:
+def test_a_lost_rank_is_named_with_a_hook(group: Any) -> None:
     wrapped = DataParallel(two_layers(), group=group)
     wrapped.register_comm_hook(None, mean)
     for step in range(2):
@@ -200,7 +200,7 @@ def test_a_lost_rank_is_named_beside_a_hook(group: Any) -> None:
 
 @keeps_empty_gradients
 @kept_ranks(2)
-def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
+def test_an_empty_parameter_with_a_hook(group: Any) -> None:
     class Holds(nn.Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -220,7 +220,7 @@ def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
 
 
 class Disordered(nn.Layer):
-    """Layers run in another order than they were made: buckets are laid out anew after the first backward."""
+    """Layers run in another order than they were made, so buckets change after the first backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def flat(arrays: Any) -> np.ndarray:
 
 
 def true_mean(step: int, weights: list[float]) -> np.ndarray:
-    """Of all ranks' gradients, in float64 and in one process, without Paceline."""
+    """Return the mean of all ranks' gradients, in float64 and in one process, without Paceline."""
     total: Any = 0.0
     for rank, weight in enumerate(weights):
         model = precise()
@@ -254,7 +254,7 @@ def true_mean(step: int, weights: list[float]) -> np.ndarray:
 @PATHS
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [700.0, 0.5]])
 @joined_ranks(2)
-def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
+def test_received_gradients_and_residuals_add_up_to_the_true_means(
     rank: int, path: str, weights: list[float]
 ) -> None:
     join_paddle(rank)
@@ -279,11 +279,11 @@ def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
                 assert_allclose(received + kept, true, rtol=2e-6, atol=1e-6)
             assert len(layouts) == 2
             largest = np.abs(true).max()
-            assert 0 < np.abs(kept).max() < 2 * largest * UNITS[make]  # not that of six steps
+            assert 0 < np.abs(kept).max() < 2 * largest * UNITS[make]  # not the errors of all six steps
 
 
 class Scale(nn.Layer):
-    """In bfloat16 Paddle's CPU multiplies no matrices."""
+    """A model without matrix products, which Paddle does not have for bfloat16 on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,10 +315,8 @@ def test_other_kinds_of_parameters_and_wrong_states(group: Any) -> None:
 @PATHS
 @pytest.mark.parametrize("make, hook", KINDS)
 @joined_ranks(2)
-def test_a_backward_of_no_use_leaves_nothing_in_the_kept_error(
-    rank: int, path: str, make: Any, hook: Any
-) -> None:
-    """With bad batches in between, the gradients of all others have the bits that they have without."""
+def test_a_failed_backward_leaves_no_residual(rank: int, path: str, make: Any, hook: Any) -> None:
+    """Bad batches in between do not change the bits of the other batches' gradients."""
     join_paddle(rank)
     for policy in ("ignore", "raise"):
         found: list[list[np.ndarray]] = []
@@ -346,9 +344,7 @@ def test_a_backward_of_no_use_leaves_nothing_in_the_kept_error(
 @PATHS
 @pytest.mark.parametrize("make, hook", KINDS)
 @joined_ranks(2)
-def test_the_kept_error_of_a_parameter_that_no_rank_uses_waits(
-    rank: int, path: str, make: Any, hook: Any
-) -> None:
+def test_residuals_of_unused_parameters_are_kept(rank: int, path: str, make: Any, hook: Any) -> None:
     join_paddle(rank)
     fork = Branches()
     wrapped = DataParallel(fork, reduce_through=path, find_unused_parameters=True)

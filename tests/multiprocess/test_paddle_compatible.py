@@ -1,4 +1,4 @@
-"""paceline.paddle.DataParallel in the hands of code that knows Paddle's class: Paddle itself, trainers."""
+"""paceline.paddle.DataParallel with code that knows Paddle's class: Paddle itself, and trainers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.multiprocess.paddle_models import (
     two_layers,
 )
 
-# Paddle's own plan of buckets, which only its own reducer reads.
+# Paddle's bucket plan, which only Paddle's reducer reads.
 NOT_KEPT = {"group_indices"}
 
 
 @joined_ranks(2)
-def test_it_is_a_data_parallel_of_paddles(rank: int) -> None:
+def test_it_is_a_subclass_of_paddles_class(rank: int) -> None:
     join_paddle(rank)
     model = two_layers()
     wrapped, theirs = DataParallel(model), paddle.DataParallel(two_layers())
@@ -50,12 +50,12 @@ def test_it_is_a_data_parallel_of_paddles(rank: int) -> None:
     assert wrapped.group is theirs.group is wrapped.process_group and wrapped.group.ranks == [0, 1]
     assert (wrapped._strategy.nranks, wrapped._strategy.local_rank) == (2, rank)
     assert wrapped.require_backward_grad_sync and not wrapped.static_graph
-    wrapped.require_backward_grad_sync = False  # what is ported from torch may set it
+    wrapped.require_backward_grad_sync = False  # code ported from torch may set it
     assert not wrapped.grad_need_sync
 
 
 @joined_ranks(2)
-def test_a_wrapper_is_not_copied_as_paddles_is_not_and_its_model_is(rank: int) -> None:
+def test_a_wrapper_cannot_be_copied_and_its_model_can(rank: int) -> None:
     join_paddle(rank)
     with pytest.raises(TypeError):
         copy.deepcopy(paddle.DataParallel(two_layers()))
@@ -71,7 +71,7 @@ def test_a_wrapper_is_not_copied_as_paddles_is_not_and_its_model_is(rank: int) -
 
 
 @kept_ranks(2)
-def test_nothing_of_paddles_class_runs_on_state_that_is_not_there(group: Any) -> None:
+def test_methods_of_paddles_class_that_need_its_state_are_not_inherited(group: Any) -> None:
     strategy = dist.parallel.ParallelStrategy()
     strategy.nranks = 2
     wrapped = DataParallel(two_layers(), strategy, group=group, device_ids=["cpu"])
@@ -90,11 +90,11 @@ def test_nothing_of_paddles_class_runs_on_state_that_is_not_there(group: Any) ->
 @pytest.mark.parametrize("is_static", [False, True])
 @kept_ranks(2)
 def test_a_wrapped_model_is_saved_for_inference(group: Any, is_static: bool, tmp_path: Path) -> None:
-    """With the inputs described, or, of a model that is compiled, as its calls have shown them."""
+    """With an input_spec or, if the model is compiled, with the inputs of its calls."""
     model, x = two_layers(), paddle.to_tensor(batch())
     path = str(tmp_path / f"{group.rank}" / "net")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Paddle's compiler
+        warnings.simplefilter("ignore")  # from Paddle's compiler
         wrapped = DataParallel(paddle.jit.to_static(model) if is_static else model, group=group)
         train(wrapped, share(batch(), group.rank))
         wrapped.eval()
@@ -105,12 +105,12 @@ def test_a_wrapped_model_is_saved_for_inference(group: Any, is_static: bool, tmp
         loaded = paddle.jit.load(path)
         assert_allclose(loaded(x).numpy(), model(x).numpy(), rtol=1e-6)
         wrapped.train()
-        train(wrapped, share(batch(), group.rank))  # saving has not changed what backward averages
+        train(wrapped, share(batch(), group.rank))  # saving does not change what backward averages
 
 
 @kept_ranks(2)
-def test_a_wrapped_model_is_to_be_decorated_before(group: Any) -> None:
-    """What amp.decorate() asks of a model on a GPU; on the CPU it asks nothing."""
+def test_a_model_must_be_decorated_before_it_is_wrapped(group: Any) -> None:
+    """amp.decorate() checks this for a model on a GPU, and checks nothing on the CPU."""
     from paddle.amp.auto_cast import check_models
 
     with pytest.raises(RuntimeError, match=r"first use paddle\.amp\.decorate"):
@@ -130,12 +130,12 @@ def test_hapi_trains_evaluates_and_saves(rank: int, monkeypatch: pytest.MonkeyPa
     data = paddle.io.TensorDataset([paddle.to_tensor(x[half]), paddle.to_tensor(y[half])])
     loader = paddle.io.DataLoader(data, batch_size=2, return_list=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of hapi, which copies tensors in a way that Paddle advises against
+        warnings.simplefilter("ignore")  # hapi copies tensors in a way that Paddle advises against
         model.fit(loader, epochs=2, verbose=0)
     optimizer = paddle.optimizer.SGD(0.1, parameters=alone.parameters())
     for _ in range(2):
         for first in (0, 2):
-            rows = [first, first + 1, first + 4, first + 5]  # of both ranks
+            rows = [first, first + 1, first + 4, first + 5]  # from both ranks
             nn.functional.mse_loss(alone(paddle.to_tensor(x[rows])), paddle.to_tensor(y[rows])).backward()
             optimizer.step()
             optimizer.clear_grad()
@@ -143,7 +143,7 @@ def test_hapi_trains_evaluates_and_saves(rank: int, monkeypatch: pytest.MonkeyPa
         assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
     path = str(tmp_path / f"{rank}" / "net")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above, and of Paddle's compiler
+        warnings.simplefilter("ignore")  # as above, and from Paddle's compiler
         assert model.evaluate(loader, verbose=0)["loss"]
         model.save(path, training=False)  # hapi does it on rank 0 only
         loaded = None if rank else paddle.jit.load(path)
@@ -160,7 +160,7 @@ def test_fleet_wraps_with_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None
     strategy.find_unused_parameters = True
     strategy.fuse_grad_size_in_MB = 7
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fleet
+        warnings.simplefilter("ignore")  # from fleet
         fleet.init(is_collective=True, strategy=strategy)
     model, alone = two_layers(), two_layers()
     optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.01, parameters=model.parameters()))
@@ -181,7 +181,7 @@ def test_fleet_wraps_with_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2)
-def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -> None:
+def test_init_reducer_accepts_changed_parameters(group: Any, view: bool) -> None:
     model = two_layers()
     model[0].weight.stop_gradient = model[0].bias.stop_gradient = True
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
@@ -192,7 +192,7 @@ def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -
     with pytest.raises(ConfigError, match=r"unfrozen: 0\.weight, 0\.bias"):
         wrapped(x)
     wrapped.init_reducer()
-    assert_array_equal(model[2].weight.grad.numpy(), first)  # what was there is still there
+    assert_array_equal(model[2].weight.grad.numpy(), first)  # gradients are kept
     wrapped.clear_gradients()
     squares(wrapped(share(batch(), group.rank))).backward()
     alone = two_layers()
@@ -214,8 +214,8 @@ def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -
 
 
 @kept_ranks(2)
-def test_the_reducers_name_for_synchronising_after_no_sync(group: Any) -> None:
-    """What trainers that accumulate call on Paddle's reducer."""
+def test_prepare_for_backward_synchronises_after_no_sync(group: Any) -> None:
+    """Trainers that accumulate call it on Paddle's reducer."""
     model = nn.Linear(4, 1)
     wrapped = DataParallel(model, group=group)
     with wrapped.no_sync():

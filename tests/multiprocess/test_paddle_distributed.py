@@ -1,7 +1,7 @@
 """paceline.paddle between hosts: gradients, values and errors that go through paddle.distributed.
 
-Two ranks are two hosts where each says so: `_host_hint` shows who could share memory. The promises that hold
-on one host too are in test_conformance, which runs them over paddle.distributed as well.
+Each rank sets which of two hosts it is on: `_host_hint` decides which ranks can share memory. What also holds
+on one host is in test_conformance, which runs over paddle.distributed as well.
 """
 
 from __future__ import annotations
@@ -42,8 +42,17 @@ from tests.multiprocess.paddle_models import (
 from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
-PATIENT_S = 60  # no rank waits for it where it is reported at once
-WORDS = ("RANK", "WORLD", "LOCAL", "PADDLE", "SLURM", "OMPI", "PMI", "MPI")  # of launchers, in variables
+PATIENT_S = 60  # no rank waits for it if the error is reported at once
+WORDS = (
+    "RANK",
+    "WORLD",
+    "LOCAL",
+    "PADDLE",
+    "SLURM",
+    "OMPI",
+    "PMI",
+    "MPI",
+)  # prefixes of launchers' variables
 
 
 class Everything(nn.Layer):
@@ -68,7 +77,7 @@ class Everything(nn.Layer):
 
 
 def arrays(model: nn.Layer, what: str) -> list[np.ndarray]:
-    """Gradients, or values of parameters and buffers."""
+    """Return the gradients, or the values of parameters and buffers."""
     if what == "grad":
         tensors = [p.grad for p in model.parameters() if p.grad is not None]
     else:
@@ -102,7 +111,7 @@ def assert_same_on_both(model: nn.Layer) -> None:
         ),
     ],
 )
-def test_a_launchers_variables_tell_whether_there_are_several_hosts(
+def test_a_launchers_variables_show_whether_there_are_several_hosts(
     variables: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.split("_")[0] in WORDS]:
@@ -121,8 +130,8 @@ def test_an_address_where_rank_0_cannot_listen_is_reported_at_once(rank: int, ho
 
 
 @ranks(1, group=None)
-def test_an_address_where_somebody_else_listens_is_reported_at_once(rank: int) -> None:
-    """Paddle's own store would end the process there, with a failed assertion."""
+def test_an_address_where_another_process_listens_is_reported_at_once(rank: int) -> None:
+    """Paddle's own store would end the process with a failed assertion."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = {"WORLD_SIZE": "2", "SLURM_STEP_NUM_NODES": "2"}
         os.environ |= place | {"PADDLE_MASTER": f"127.0.0.1:{other.getsockname()[1]}"}
@@ -138,8 +147,8 @@ def be_on_two_hosts(rank: int) -> None:
 
 
 @ranks(2, group=None)
-def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
-    """Rank 0 serves the rendezvous address since its first try, which ended before the other had come."""
+def test_a_failed_start_may_be_repeated(rank: int) -> None:
+    """Rank 0 serves the rendezvous address from its first try on, which ended before rank 1 connected."""
     be_on_two_hosts(rank)
     if rank == 0:
         with pytest.raises(RendezvousError, match="gave up waiting for rank 1 after"):
@@ -147,7 +156,7 @@ def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
         tell("given up", 0)
     else:
         until_told("given up", [0])
-        with pytest.raises(RendezvousError):  # of the try that rank 0 has given up
+        with pytest.raises(RendezvousError):  # for the try that rank 0 gave up
             form_paddles_group(0.5)
     meet("ready", rank)
     form_paddles_group(60.0)
@@ -159,7 +168,7 @@ def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
 
 @ranks(2, group=None)
 def test_a_rank_may_leave_as_soon_as_it_has_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one has not looked at its connections by then: Gloo would tell it of a time-out."""
+    """Rank 1 has not used its connections yet when rank 0 leaves: Gloo would report a time-out to it."""
     be_on_two_hosts(rank)
     formed = dist.init_parallel_env
     started = time.monotonic()
@@ -215,12 +224,14 @@ def test_a_rank_that_does_not_form_the_group_in_time_is_named_on_all(
     finally:
         tell("given up", rank)
     assert "rank 1 has not formed Paddle's group" in raised.value.seen
-    meet("told", rank)  # rank 0 keeps the membership store
+    meet("reported", rank)  # rank 0 keeps the membership store
 
 
 @ranks(2, group=None)
-def test_the_time_to_come_is_not_that_to_form_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank may come just in time, and all form the group after it."""
+def test_the_timeout_applies_to_connecting_and_not_to_forming_the_group(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank may connect just before the timeout, and all ranks form the group after it."""
     be_on_two_hosts(rank)
     formed = dist.init_parallel_env
     monkeypatch.setattr(dist, "init_parallel_env", lambda: (formed(), time.sleep(5.5 + rank)))
@@ -229,10 +240,10 @@ def test_the_time_to_come_is_not_that_to_form_the_group(rank: int, monkeypatch: 
 
 
 @ranks(2, group=None)
-def test_two_hosts_are_one_model(rank: int) -> None:
+def test_two_hosts_train_one_model(rank: int) -> None:
     be_on_host(rank)
-    # RANK and so on are set, but none of Paddle's words; nor how many ranks each host has, which could not
-    # meet at 127.0.0.1.
+    # RANK and the like are set, but none of Paddle's variables, nor the number of ranks per host: with it,
+    # several hosts could not connect to 127.0.0.1.
     del os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= {"SLURM_STEP_NUM_NODES": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     with pytest.raises(ConfigError, match="torchrun keeps a store"):
@@ -255,7 +266,7 @@ def test_two_hosts_are_one_model(rank: int) -> None:
             squares(wrapped(own)).backward()
             assert_same_on_both(model)
         for found, *parts in zip(arrays(model, "grad"), *from_both(arrays(alone, "grad")), strict=True):
-            assert_allclose(found, sum(parts) / 2, rtol=1e-2, atol=1e-6)  # one of them is in bfloat16
+            assert_allclose(found, sum(parts) / 2, rtol=1e-2, atol=1e-6)  # one gradient is in bfloat16
         assert not model.flag.any() and int(model.count) == 0 and not model.part.any()
     with pytest.raises(ConfigError, match=r"(?s)reduce_through=\"memory\".*ranks on several hosts"):
         DataParallel(two_layers(), reduce_through="memory")
@@ -285,7 +296,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
     train(DataParallel(model), share(x, rank))
     assert model[1]._communicator.path == "group" and model[1]._communicator is model[3]._communicator
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Paddle's own, of running statistics
+        warnings.simplefilter("ignore")  # from Paddle, about running statistics
         train(alone, paddle.to_tensor(x))
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
@@ -293,7 +304,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
 
 @joined_ranks(3)
 def test_a_group_of_some_ranks_is_between_hosts_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks have other numbers in paddle.distributed's default group."""
+    """Its ranks have other numbers than in paddle.distributed's default group."""
     be_on_host(rank)
     monkeypatch.setattr(model_agreement, "_PATIENCE_S", PATIENT_S)
     join_paddle(rank)
@@ -302,7 +313,7 @@ def test_a_group_of_some_ranks_is_between_hosts_too(rank: int, monkeypatch: pyte
         started = time.monotonic()
         with pytest.raises(ConfigError, match="not in the group"):
             DataParallel(two_layers(), group=group)
-        assert time.monotonic() - started < PATIENT_S / 2  # nobody in the group waits for what it would say
+        assert time.monotonic() - started < PATIENT_S / 2  # no rank in the group waits for its answer
     else:
         model = two_layers()
         model[2].bias.set_value(paddle.full([2], float(rank)))
@@ -321,14 +332,14 @@ def test_a_killed_rank_ends_the_others_backward(rank: int) -> None:
     wrapped(paddle.ones([1, 4])).sum().backward()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    # In a bucket, or before: the reports of ranks of one host, which go through memory, find it too.
+    # In a bucket, or earlier: the reports of one host's ranks, which go through memory, detect it too.
     where = r"(2\.bias|the status of all ranks)"
     with pytest.raises(PeerLostError, match=rf"(?s)Rank 1 of 2 died.*{where}.*over Paddle's GLOO group"):
         wrapped(paddle.ones([1, 4])).sum().backward()
 
 
 @kept_ranks(2)
-def test_a_paceline_group_is_memory(group: object) -> None:
+def test_a_paceline_group_allows_only_the_memory_path(group: object) -> None:
     with pytest.raises(ConfigError, match="in host memory only"):
         DataParallel(two_layers(), group=group, reduce_through="group")
     with pytest.raises(ConfigError, match="reduce_through='wire' is not usable"):

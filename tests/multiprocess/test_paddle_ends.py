@@ -1,4 +1,4 @@
-"""How a rank ends that has raised because of another one, while its thread is in Paddle's Gloo."""
+"""The exit status of a rank that raises because of another rank, while its thread is in Paddle's Gloo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 
-def test_the_status_is_that_of_the_traceback():
+def test_the_rank_ends_with_the_status_of_its_traceback():
     """Without `_core.hold_late_threads`, 39 of 40 such ranks were aborted."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.multiprocess.paddle_ends"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Models and processes with which no mean can be made are refused, by name and on every rank."""
+"""Models whose gradients cannot be averaged are refused, by name and on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.paddle_models import (
 
 
 @kept_ranks(2)
-def test_the_names_of_paddles_arguments_are_told_where_they_differ(group: object) -> None:
+def test_differing_arguments_are_reported_by_paddles_names(group: object) -> None:
     with pytest.raises(ModelMismatchError, match="comm_buffer_size differs"):
         DataParallel(two_layers(), group=group, comm_buffer_size=1 + group.rank)
 

@@ -1,4 +1,4 @@
-"""Gradients that cross ranks in Paddle's norms and losses, with weights, against one process in float64."""
+"""Weights with norms and losses that exchange gradients between ranks, against one process in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Parts = Sequence[np.ndarray[Any, Any]]
 
 
 def normed() -> nn.Sequential:
-    paddle.set_default_dtype("float64")  # in this rank
+    paddle.set_default_dtype("float64")  # for this rank
     paddle.seed(3)
     return nn.Sequential(
         nn.Linear(3, 4),
@@ -48,11 +48,11 @@ def plain_loss(output: paddle.Tensor) -> paddle.Tensor:
 def expect(
     alone: nn.Layer, steps: Sequence[tuple[Parts, Sequence[float]]]
 ) -> list[np.ndarray[Any, Any] | None]:
-    """The gradients of sum(w * loss) / sum(w), over the ranks' parts of each of these whole batches."""
+    """Return the gradients of sum(w * loss) / sum(w) over the ranks' slices of these whole batches."""
     total = sum(sum(weights) for _, weights in steps)
     for parts, weights in steps:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Paddle's own, of running statistics
+            warnings.simplefilter("ignore")  # from Paddle, about running statistics
             output = alone(paddle.to_tensor(np.concatenate(parts)))
         at = np.cumsum([0, *map(len, parts)]).tolist()
         losses = [
@@ -75,7 +75,7 @@ def assert_gradients(model: nn.Layer, expected: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @kept_ranks("world_size")
-def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
+def test_a_norm_weights_what_it_exchanges(group: Any, world_size: int) -> None:
     parts, weights = rows(SIZES[world_size]), WEIGHTS[world_size]
     expected = expect(normed(), [(parts, weights)])
     own, weight = paddle.to_tensor(parts[group.rank]), weights[group.rank]
@@ -92,7 +92,7 @@ def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
                     model.weight(weight)
                 loss.backward()
         assert_gradients(model, expected)
-        if given is None:  # and no longer
+        if given is None:  # the weight applied to that backward only
             model.clear_gradients()
             plain_loss(model(own)).backward()
             assert_gradients(model, expect(normed(), [(parts, [1.0] * world_size)]))
@@ -100,7 +100,7 @@ def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize("form", ["as it is", "deterministic", "sharded", "sharded over the group"])
 @joined_ranks(4)
-def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
+def test_a_norm_weights_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
     be_on_host(rank // 2)
     join_paddle(rank)
     options = {"deterministic": {"deterministic": "world"}, "sharded over the group": GROUP}.get(form, {})
@@ -113,7 +113,7 @@ def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> 
 
 @pytest.mark.parametrize("reduce", ["scatter", "all"])
 @kept_ranks(3)
-def test_a_norm_weighs_what_it_exchanges_for_a_sharded_optimizer(group: Any, reduce: str) -> None:
+def test_a_norm_weights_what_it_exchanges_for_a_sharded_optimizer(group: Any, reduce: str) -> None:
     options = {"reduce": "scatter"} if reduce == "scatter" else {}
     for step, (parts, weights) in enumerate(cases(3)):
         model = wrap(group, normed(), weight=weights[group.rank], **options)
@@ -124,7 +124,7 @@ GROUP = {"reduce_through": "group"}
 
 
 def cases(world_size: int) -> list[tuple[Parts, list[float]]]:
-    """The ranks' parts of a batch, and their weights."""
+    """Return the ranks' slices of a batch, and their weights, for each of two steps."""
     sizes, weights = [1, 4, 2, 3][:world_size], [2.5, 0.5, 7.0, 1.0][:world_size]
     return [(rows(sizes, seed), weights[seed:] + weights[:seed]) for seed in range(2)]
 
@@ -138,7 +138,7 @@ def assert_trained(
     *,
     has_micro_batches: bool,
 ) -> None:
-    """Compare a step with one process: the gradients, or what a ShardedOptimizer with these options does."""
+    """Compare gradients with one process, or the step of a ShardedOptimizer with these options."""
     if options is None:
         optimizer: Any = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     else:
@@ -154,12 +154,12 @@ def assert_trained(
         assert_gradients(model, expected)
     optimizer.step()
     for parameter, old, gradient in zip(model.parameters(), before, expected, strict=True):
-        if gradient is not None:  # else it is a running statistic
+        if gradient is not None:  # otherwise it is a running statistic
             assert_allclose(parameter.numpy(), old - 0.1 * gradient, rtol=1e-8, atol=1e-10)
 
 
 class Scaled(nn.Layer):
-    """A norm of 16 bits behind a parameter."""
+    """A 16-bit norm behind two parameters."""
 
     def __init__(self, dtype: str, norm: nn.Layer) -> None:
         super().__init__()
@@ -177,8 +177,8 @@ class Scaled(nn.Layer):
 
 
 @kept_ranks(3)
-def test_a_norm_of_16_bits_weighs_what_it_exchanges(group: Any) -> None:
-    """As exactly as the 8 bits of its values allow; without weights the norm is off by much more."""
+def test_a_norm_of_16_bits_weights_what_it_exchanges(group: Any) -> None:
+    """To the precision of bfloat16's 8 bits; without weights, the norm is off by much more."""
     sizes, weights = [8, 24, 16], [2.5, 0.5, 7.0]
     parts = rows(sizes)
     paddle.set_default_dtype("float64")
@@ -203,7 +203,7 @@ def test_micro_batches_and_empty_ones(group: Any, world_size: int) -> None:
     for number, (parts, weights) in enumerate(steps):
         is_last = number == len(steps) - 1
         with contextlib.nullcontext() if is_last else model.no_sync(), model.weight(weights[group.rank]):
-            # Paddle's own Linear fails where an empty input needs no gradient.
+            # Paddle's own Linear fails if an empty input needs no gradient.
             own = paddle.to_tensor(parts[group.rank], stop_gradient=False)
             plain_loss(model(own)).backward()
     assert_gradients(model, expect(normed(), steps))
@@ -218,7 +218,7 @@ def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(group: Any) 
         with pytest.raises(ConfigError, match=r"weigh 0.*\n.*rank 1 of 2"), model.weight(1 - group.rank):
             plain_loss(model(own)).backward()
         model.clear_gradients()
-    model.weight(0)  # everywhere: nothing is lost
+    model.weight(0)  # on every rank: nothing is lost
     plain_loss(model(own)).backward()
     assert all(p.grad is None or not p.grad.numpy().any() for p in model.parameters())
     model.clear_gradients()
@@ -269,8 +269,8 @@ def test_a_norm_outside_of_the_wrapper_and_several_models(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_a_model_that_is_frozen_is_not_weighed_and_its_norms_weigh_for_the_other(group: Any) -> None:
-    """As in the step of a generator; the discriminator's own step has a batch of other sizes."""
+def test_norms_of_a_frozen_model_use_the_weights_of_the_trained_model(group: Any) -> None:
+    """As in a generator's step; the discriminator's own step has a batch of other sizes."""
     parts, others = rows([3, 4]), rows([5, 1], seed=6)
     both, alone = normed(), normed()
     expected = expect(both, [(parts, [3.0, 4.0])])[:2]
@@ -291,7 +291,7 @@ def test_a_model_that_is_frozen_is_not_weighed_and_its_norms_weigh_for_the_other
 
 
 @kept_ranks(2)
-def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: Any) -> None:
+def test_exchanges_of_user_code_are_refused_with_weights_and_right_without(group: Any) -> None:
     class GatherLayer(paddle.autograd.PyLayer):
         @staticmethod
         def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
@@ -315,7 +315,7 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: A
 
     model = wrap(group, normed()[:1])
     with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*rank 0 of 2") as caught:
-        model.weight(3 if rank == 0 else 1)  # rank 1 knows of nothing
+        model.weight(3 if rank == 0 else 1)  # rank 1 alone could not detect it
         output = model(own)
         contrast(output, GatherLayer.apply(output)).backward()
     assert "multiply the loss" in str(caught.value) and "GatherLayer" in str(caught.value)
@@ -324,16 +324,16 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: A
     (contrast(output, GatherLayer.apply(output)) * (1.5 - rank)).backward()
     assert_gradients(model, expected)
     model.clear_gradients()
-    with model.weight(2 + rank):  # the next step is another one
+    with model.weight(2 + rank):  # the next step has no exchange
         plain_loss(model(own)).backward()
     assert_gradients(model, expect(normed()[:1], [(parts, [2.0, 3.0])]))
 
 
 class Deep(nn.Layer):
-    """Many layers, with a place near the input where something may exchange gradients.
+    """Many layers; something near the input may exchange gradients.
 
     Attributes:
-        inner: What is called there, with what is on the way.
+        inner: Called near the input, with the activations.
         order: The layers that forward calls.
     """
 
@@ -354,7 +354,7 @@ class Deep(nn.Layer):
 
 
 def summing_gradients(exchange: Any) -> Any:
-    """Exchanges in backward only."""
+    """Make a function that exchanges in backward only."""
 
     class SummedGradient(paddle.autograd.PyLayer):
         @staticmethod
@@ -395,7 +395,7 @@ def test_an_exchange_that_is_switched_on_later_is_refused(group: Any, is_recompu
 
 
 @kept_ranks(2)
-def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(group: Any) -> None:
+def test_exchanges_are_right_if_the_weights_of_a_micro_batch_are_equal(group: Any) -> None:
     class GatherLayer(paddle.autograd.PyLayer):
         @staticmethod
         def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:

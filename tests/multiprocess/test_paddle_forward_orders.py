@@ -1,4 +1,4 @@
-"""Whether a backward is averaged is a matter of its own forward, whatever forwards came in between."""
+"""Whether a backward is averaged depends on its own forward only, not on other forwards in between."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_one(model: DataParallel, order: str, rank: int) -> None:
 @pytest.mark.parametrize("path", ["memory", "group"])
 @joined_ranks(2)
 def test_ranks_may_make_episodes_of_different_lengths(rank: int, path: str) -> None:
-    """And leave different outputs out of their loss."""
+    """They may also leave different outputs out of their loss."""
     join_paddle(rank)
     for orders in EPISODES:
         model = DataParallel(Scale(), reduce_through=path)
@@ -89,12 +89,12 @@ def test_a_rank_that_skips_a_backward_is_reported_by_all(rank: int, path: str) -
         assert f"rank 0: {made[0]} forward" in str(caught.value)
         assert f"rank 1: {made[1]} forward" in str(caught.value)
         model.clear_gradients()
-        run_one(model, "Ff", rank)  # and all go on
+        run_one(model, "Ff", rank)  # all ranks can continue
         assert_allclose(model._layers.a.grad.numpy(), expected_of(["Ff", "Ff"]), rtol=1e-6)
 
 
 @joined_ranks(2)
-def test_a_rank_that_makes_a_backward_more_is_reported_by_all(rank: int) -> None:
+def test_an_extra_backward_on_one_rank_is_reported_by_all(rank: int) -> None:
     join_paddle(rank)
     model = DataParallel(Scale())
     loss = model(paddle.to_tensor(1.0 + rank))
@@ -118,7 +118,7 @@ class Policy(nn.Layer):
 @pytest.mark.parametrize("way", ["all", "acts first"])
 @joined_ranks(2)
 def test_episodes_of_a_policy(rank: int, way: str) -> None:
-    """Whose forwards return distributions, and actions that have no backward."""
+    """The policy's forwards return distributions, and actions that have no backward."""
     join_paddle(rank)
     model = DataParallel(Policy())
     alone = [Policy() for _ in range(2)]

@@ -1,6 +1,6 @@
-"""paceline.paddle.DataParallel on GPUs, over NCCL, which wants one for each rank; skipped without two.
+"""paceline.paddle.DataParallel on GPUs over NCCL, which needs one for each rank; skipped with fewer than two.
 
-`make test-device` runs it on a device that needs none, with more tests of that kind (`tests/device`).
+`make test-device` runs it on a device that needs no GPU, with more such tests (`tests/device`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports of a backward over a group of Paddle: in the memory of a host, or over the group between hosts."""
+"""Reports of a backward over Paddle's process group: in a host's memory, or over the group between hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wrapped(model: Any, **options: Any) -> DataParallel:
 
 
 def gathers_of(step: Callable[[], object]) -> int:
-    """How often a step gathers anything over the group."""
+    """Count a step's all-gathers over the group."""
     real, calls = dist.stream.all_gather, []
 
     def all_gather(*arguments: Any, **options: Any) -> Any:
@@ -61,12 +61,12 @@ def test_ranks_of_one_host_gather_no_reports_over_the_group(rank: int, layout: L
     join(rank, layout)
     model = wrapped(two_layers())
     x = share(batch(), rank)
-    train(model, x)  # then the order of gradients is agreed on, over the group
+    train(model, x)  # these steps also agree on the order of gradients, over the group
     assert gathers_of(lambda: train(model, x, steps=1)) == (0 if layout == (0, 0) else 1)
 
 
 @ranks(1, group=None)
-def test_a_single_rank_reports_to_none(rank: int) -> None:
+def test_a_single_rank_gathers_no_reports(rank: int) -> None:
     model = DataParallel(two_layers(), reduce_through="group", weight=lambda x: float(len(x)))
     x = paddle.to_tensor(batch())
     train(model, x)
@@ -103,7 +103,7 @@ def test_errors_name_parameters(rank: int, layout: Layout) -> None:
 
 @ranks(2, group=None)
 @every_layout
-def test_reports_of_several_models_tell_of_another_order(rank: int, layout: Layout) -> None:
+def test_reports_of_several_models_show_a_different_order(rank: int, layout: Layout) -> None:
     join(rank, layout)
     models = [wrapped(two_layers()) for _ in range(2)]
     own = models if rank else models[::-1]

@@ -1,4 +1,4 @@
-"""Hooks of users are part of the mean, whenever they were registered."""
+"""The mean includes the effects of users' hooks, whenever they are registered."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def renew(parameter: paddle.Tensor) -> Callable[[], None]:
 @paths
 @pytest.mark.parametrize("hook", [halve, replace, renew])
 @joined_ranks(2)
-def test_what_a_hook_registered_after_wrapping_leaves_is_averaged(
+def test_results_of_a_hook_registered_after_wrapping_are_averaged(
     rank: int, path: str, view: bool, hook: Hook
 ) -> None:
-    """Of any kind, and from whichever backward on: the same as one that was there before."""
+    """Of any kind, and registered before any backward: it acts like one that was there before wrapping."""
     join_paddle(rank)
     for first in (0, 1, 2):
         model = two_layers()
@@ -74,7 +74,7 @@ def test_what_a_hook_registered_after_wrapping_leaves_is_averaged(
 
 
 class SameBits:
-    """Compares over paddle.distributed."""
+    """Compares ranks over paddle.distributed."""
 
     def all_gather(self, array: np.ndarray) -> list[np.ndarray]:
         found: list[paddle.Tensor] = []
@@ -83,7 +83,7 @@ class SameBits:
 
 
 @kept_ranks(2)
-def test_a_hook_of_the_gradient_before_it_is_accumulated_is_averaged_too(group: Any) -> None:
+def test_results_of_a_hook_before_accumulation_are_averaged(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group)
     for step in range(3):

@@ -1,7 +1,7 @@
-"""paceline.paddle's gradients over several hosts: sums in the memory of each, then between them over Gloo.
+"""paceline.paddle's gradients over several hosts: sums in each host's memory, then between hosts over Gloo.
 
-What the path does for both frameworks is in test_hosts; here is what Paddle's front end and its connections
-add. Ranks are on several hosts where each says so: `_host_hint` shows who could share memory.
+test_hosts tests what both frameworks share; here is what Paddle's front end and connections add. Each rank
+sets which host it is on: `_host_hint` decides which ranks can share memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.harness import run_ranks
 from tests.multiprocess.paddle_models import Branches, join_paddle, ranks, squares
 from tests.several_hosts import be_on_host
 
-PATIENT_S = 90.0  # no rank waits for it where it is reported at once
+PATIENT_S = 90.0  # no rank waits for it if the error is reported at once
 BLOCKS = (0, 0, 1, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
 """The host of each rank."""
@@ -31,7 +31,7 @@ Layout = tuple[int, ...]
 
 
 def place(rank: int, layout: Layout) -> None:
-    """Say that this rank is on one of several hosts, and join paddle.distributed."""
+    """Place this rank on one of several hosts, and join paddle.distributed."""
     be_on_host(layout[rank])
     if not dist.is_initialized():
         join_paddle(rank)
@@ -55,7 +55,7 @@ def backward(model: nn.Layer, step: int, rank: int, world_size: int, scale: floa
 
 
 def in_one_process(step: int, world_size: int, weights: list[float] | None = None) -> list[np.ndarray]:
-    """Gradients of the whole batch, or of its weighted mean over the ranks, in numpy and float64."""
+    """Return the float64 gradients, in numpy, of the whole batch or of its weighted mean over the ranks."""
     values = [parameter.numpy().astype(np.float64) for parameter in network().parameters()]
     x, count = rows(step, world_size).astype(np.float64), 4 * world_size
     weights = weights or [1.0] * world_size
@@ -121,9 +121,9 @@ def test_bits(rank: int) -> None:
             backward(wrapped, step, rank, 4, scale=rank + 0.3)
             found.append(digest(net))
             averaged += [net.seen.numpy().tobytes(), net.one.numpy().tobytes()]
-        told: list[list[str]] = []
-        dist.all_gather_object(told, found)
-        assert all(row == found for row in told)
+        by_rank: list[list[str]] = []
+        dist.all_gather_object(by_rank, found)
+        assert all(row == found for row in by_rank)
         return found
 
     one = digests("memory", "world")
@@ -138,7 +138,7 @@ def test_bits(rank: int) -> None:
 
 
 @ranks(3, group=None)
-def test_large_shares_and_several_models(rank: int) -> None:
+def test_large_shards_and_several_models(rank: int) -> None:
     """Three hosts, two rounds of several messages, and connections that two models share."""
     place(rank, (0, 1, 2))
     sizes = (1200, 900), (1200, 90)  # 4.3 MB, which are two buckets, and 0.4 MB
@@ -174,8 +174,8 @@ def test_unused_parameters(rank: int) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("policy", ["ignore", "raise"])
 @ranks(4, group=None)
-def test_a_compressed_backward_of_no_use_leaves_nothing(rank: int, policy: str) -> None:
-    """With bad batches in between, the gradients of all others have the bits that they have without."""
+def test_a_failed_compressed_backward_leaves_no_residual(rank: int, policy: str) -> None:
+    """Bad batches in between do not change the bits of the other batches' gradients."""
     place(rank, BLOCKS)
     found: list[list[np.ndarray]] = []
     for is_disturbed in (False, True):
@@ -194,7 +194,7 @@ def test_a_compressed_backward_of_no_use_leaves_nothing(rank: int, policy: str) 
 
 @pytest.mark.parametrize("kind", ["topk", "int8"])
 @ranks(2, group=None)
-def test_what_is_kept_of_a_parameter_that_no_rank_uses_waits(rank: int, kind: str) -> None:
+def test_residuals_of_an_unused_parameter_are_kept(rank: int, kind: str) -> None:
     place(rank, (0, 1))
     fork = Branches()
     wrapped = DataParallel(fork, find_unused_parameters=True, compress_between_hosts=kind)
@@ -203,7 +203,7 @@ def test_what_is_kept_of_a_parameter_that_no_rank_uses_waits(rank: int, kind: st
     for step in range(2 * count):
         for parameter in fork.parameters():
             parameter.grad = None  # clear_gradients() leaves zeros, which count as a gradient
-        if step % 2:  # beside small gradients, an error that was sent would come whole
+        if step % 2:  # with small gradients, a residual would be sent whole
             wrapped(paddle.to_tensor(x / 100), "right").sum().backward()
         else:
             wrapped(paddle.to_tensor(x), "left").sum().backward()

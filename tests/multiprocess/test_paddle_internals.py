@@ -1,4 +1,4 @@
-"""Each private call of Paddle (internals.py) does what Paceline relies on; fails when Paddle changes it."""
+"""Each private call of Paddle (internals.py) does what Paceline relies on; a test fails if it changes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_gradient_is_the_memory_itself_and_moves_into_other_memory(rank: int) 
     place = paddle.full([2, 2], 5.0)
     internals.set_gradient(layer.weight, place)
     assert internals.gradient_of(layer.weight).data_ptr() == place.data_ptr() == find().data_ptr()
-    assert_array_equal(gradient.numpy(), np.ones((2, 2)))  # who holds the old one still has it
+    assert_array_equal(gradient.numpy(), np.ones((2, 2)))  # a holder of the old memory keeps its values
     layer(paddle.ones([1, 2])).sum().backward()  # accumulates there
     assert_array_equal(place.numpy(), np.full((2, 2), 6.0))
     drop_grad(layer.weight)
@@ -110,11 +110,11 @@ def test_bytes_are_seen_as_any_dtype(rank: int, dtype: str) -> None:
 def test_places_are_compared(rank: int) -> None:
     one, other = paddle.ones([1]).place, paddle.ones([2]).place
     assert internals.same_place(one, other)
-    assert not internals.same_place("Place(gpu:0)", "Place(gpu:1)")  # without a GPU there are no others
+    assert not internals.same_place("Place(gpu:0)", "Place(gpu:1)")  # real places differ only with GPUs
 
 
 @ranks(1, group=None)
-def test_paddle_reads_its_rank_anew(rank: int) -> None:
+def test_paddle_reads_its_rank_again(rank: int) -> None:
     assert dist.get_world_size() == 1
     os.environ |= {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "5"}
     internals.read_rank_anew()
@@ -137,7 +137,7 @@ def test_updates_of_an_optimizer_are_noted(rank: int, uses_multi_tensor: bool) -
 
 
 @kept_ranks(1, group=None)
-def test_a_look_at_a_node_does_not_keep_the_graph(rank: int) -> None:
+def test_reading_a_node_does_not_keep_the_graph_alive(rank: int) -> None:
     class Hook:
         def __call__(self, gradient: paddle.Tensor) -> None: ...
 
@@ -188,7 +188,7 @@ def test_two_parameters_may_have_one_gradient_until_one_is_set(rank: int) -> Non
 
 
 @kept_ranks(1, group=None)
-def test_hooks_of_others_are_noted_and_called_in_order(rank: int) -> None:
+def test_hooks_of_user_code_are_noted_and_called_in_order(rank: int) -> None:
     a, noted, called = paddle.create_parameter([2], "float32"), [], []
     internals.watch_hooks_of_others(noted.append)
     internals.on_gradient(a, lambda: called.append("ours"))
@@ -200,7 +200,7 @@ def test_hooks_of_others_are_noted_and_called_in_order(rank: int) -> None:
 
 
 @kept_ranks(1, group=None)
-def test_what_is_assigned_to_a_cleared_gradient_counts_only_when_asked_to(rank: int) -> None:
+def test_an_assigned_gradient_counts_after_clearing_only_on_request(rank: int) -> None:
     for counts in (True, False):
         a = paddle.create_parameter([2], "float32")
         a.sum().backward()
@@ -213,7 +213,7 @@ def test_what_is_assigned_to_a_cleared_gradient_counts_only_when_asked_to(rank: 
 
 
 @kept_ranks(1, group=None)
-def test_a_cleared_gradient_counts_again_when_asked_to(rank: int) -> None:
+def test_a_cleared_gradient_counts_again_on_request(rank: int) -> None:
     layer = nn.Linear(2, 2)
     for counts in (True, False):
         layer(paddle.ones([1, 2])).sum().backward()
@@ -278,10 +278,10 @@ def test_an_error_at_the_end_of_backward_reaches_the_user_as_it_is(rank: int) ->
     internals.on_gradient(layer.bias, lambda: [graphs.at_end(end) for end in armed])
     with pytest.raises(KeyError, match="as it is"):
         layer(paddle.ones([1, 2])).sum().backward()
-    assert ended  # the other model's backward ended all the same
+    assert ended  # the other model's backward still ended
 
 
-def test_what_layers_keep_to_themselves() -> None:
+def test_private_state_of_layers() -> None:
     norm, embedding = nn.BatchNorm2D(3, momentum=0.7, epsilon=0.1, data_format="NHWC"), nn.Embedding(4, 2)
     parameters, sublayers = internals.slots_of(nn.Sequential(norm))
     assert list(sublayers.values()) == [norm] and not parameters
@@ -398,7 +398,7 @@ def test_a_converted_tensor_stays_the_same_object(rank: int) -> None:
 
 @ranks(2, group=None)
 def test_a_pair_moves_arrays_in_one_direction(rank: int) -> None:
-    """What docs/design/hosts.md says of Paddle's Gloo: shorter arrays fit, and calls pair by their order."""
+    """As docs/design/hosts.md says of Paddle's Gloo: shorter arrays fit, and calls pair up by their order."""
     os.environ |= {"PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": "2"}
     port = Path(os.environ["TMPDIR"]) / "port"
     if rank == 0:
@@ -418,7 +418,7 @@ def test_a_pair_moves_arrays_in_one_direction(rank: int) -> None:
     if rank == 0:
         move(np.full(100, 7, np.uint8))
         move(np.full(64, 8, np.uint8))
-        with pytest.raises(RuntimeError, match="TIMEOUT"):  # the other one has ended the connection
+        with pytest.raises(RuntimeError, match="TIMEOUT"):  # rank 1 has closed the connection
             move(room)
     else:
         move(room)
@@ -426,7 +426,7 @@ def test_a_pair_moves_arrays_in_one_direction(rank: int) -> None:
         move(room)
         assert_array_equal(room, [8] * 64 + [7] * 36)
         for ends, connection in connected_sockets().items():
-            if (each := copy_of(connection, ends)) is not None:  # Paddle closes some itself
+            if (each := copy_of(connection, ends)) is not None:  # Paddle closes some connections itself
                 with each:
                     each.shutdown(socket.SHUT_RDWR)
 
@@ -436,7 +436,7 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_steps_and_batches_come_from_the_classes_that_are_wrapped():
+def test_wrapped_classes_include_those_that_make_steps_and_batches():
     optimizer = paddle.optimizer.AdamW(parameters=paddle.nn.Linear(2, 2).parameters())
     assert type(optimizer) in internals.classes_with("step", internals.optimizers())
     assert paddle.optimizer.Optimizer in internals.classes_with("step", internals.optimizers())
@@ -464,7 +464,7 @@ def test_a_parameter_in_the_memory_of_another_is_updated_in_place() -> None:
     assert not internals.has_main_gradient(part)
 
 
-def test_what_optimizers_keep_to_themselves() -> None:
+def test_private_state_of_optimizers() -> None:
     with paddle.utils.unique_name.guard():
         layers = [nn.Linear(2, 3), nn.Linear(3, 1)]
     clip = nn.ClipGradByValue(0.25)
@@ -506,7 +506,7 @@ def test_what_optimizers_keep_to_themselves() -> None:
 
 
 def test_a_tensor_that_was_detached_follows_its_parameter() -> None:
-    """So nothing may be laid elsewhere that detach() has made: the parameter would go with it."""
+    """So a result of detach() may not be moved to other memory: its parameter would move too."""
     parameter, other = paddle.zeros([4]), paddle.ones([4])
     detached = parameter.detach()
     internals.lay_into(detached, other)
@@ -522,9 +522,9 @@ def test_writes_are_counted_for_autograd() -> None:
         loss.backward()
 
 
-def test_each_step_is_looked_at_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_checked_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = paddle.optimizer.Optimizer
-    monkeypatch.setattr(kind, "_apply_optimize", kind._apply_optimize)  # restored afterwards
+    monkeypatch.setattr(kind, "_apply_optimize", kind._apply_optimize)  # so that the test restores it
     seen = []
 
     def check(optimizer: object) -> None:
@@ -550,7 +550,7 @@ def test_each_step_is_looked_at_before_it_changes_anything(monkeypatch: pytest.M
 
 @ranks(1, group=None)
 def test_sot_translates_no_function_of_a_folder_that_it_skips(rank: int) -> None:
-    """As Paceline's: its hooks run as they are, where a backward within to_static calls them."""
+    """Paceline's folder is skipped: its hooks run untranslated if a backward within to_static calls them."""
     seen: list[str] = []
     code = "def hook(gradient):\n    seen.append(sys._getframe().f_code.co_name)\n"
     hooks = {}
@@ -574,8 +574,8 @@ def test_sot_translates_no_function_of_a_folder_that_it_skips(rank: int) -> None
 
 
 @ranks(1, group=None)
-def test_what_an_untranslated_function_calls_runs_as_it_is(rank: int) -> None:
-    """Whether SOT simulates the call of it, or Paddle's C++ makes it."""
+def test_functions_called_by_an_untranslated_function_run_untranslated(rank: int) -> None:
+    """Both if SOT simulates its call and if Paddle's C++ makes it."""
     seen: list[str] = []
 
     def note(gradient: object) -> None:
@@ -598,7 +598,7 @@ def test_what_an_untranslated_function_calls_runs_as_it_is(rank: int) -> None:
 
 
 @kept_ranks(1, group=None)
-def test_how_many_tensors_lie_in_the_memory_of_a_gradient_is_known(rank: int) -> None:
+def test_tensors_in_the_memory_of_a_gradient_are_counted(rank: int) -> None:
     paddle.set_default_dtype("float64")
     uses = internals.uses_of_memory()
     paddle.set_default_dtype("float32")
@@ -625,7 +625,7 @@ def test_how_many_tensors_lie_in_the_memory_of_a_gradient_is_known(rank: int) ->
 
 
 @kept_ranks(1, group=None)
-def test_generators_go_on_from_states_that_are_plain_values(rank: int) -> None:
+def test_generators_continue_from_states_in_json(rank: int) -> None:
     paddle.seed(3)
     paddle.rand([5])
     states = json.loads(json.dumps(internals.generator_states("cpu")))
@@ -637,13 +637,13 @@ def test_generators_go_on_from_states_that_are_plain_values(rank: int) -> None:
 
 
 @kept_ranks(1, group=None)
-def test_what_an_optimizer_has_loaded_and_not_used_is_found(rank: int) -> None:
+def test_loaded_state_that_an_optimizer_has_not_used_is_found(rank: int) -> None:
     layer, states = nn.Linear(2, 2), [{}]
     for _ in range(2):
         optimizer = paddle.optimizer.Adam(parameters=layer.parameters())
         optimizer.set_state_dict(states[-1])
         layer(paddle.ones([1, 2])).sum().backward()
-        with unique_name.guard(UniqueNameGenerator()):  # as in a process of its own
+        with unique_name.guard(UniqueNameGenerator()):  # as in a new process
             optimizer.step()
         states.append(optimizer.state_dict())
         layer.clear_gradients()

@@ -1,4 +1,4 @@
-"""What is left of a backward that ends in an error: nothing of it counts, and no one writes to gradients."""
+"""After a backward that raises: its gradients do not count, and no rank writes to them any more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.multiprocess.paddle_models import (
 
 
 class Breaks(paddle.autograd.PyLayer):
-    """Its backward raises while `is_broken` holds anything."""
+    """Its backward raises while `is_broken` is not empty."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, is_broken: list[bool]) -> paddle.Tensor:
@@ -38,7 +38,7 @@ class Breaks(paddle.autograd.PyLayer):
 
 
 class Fragile(nn.Layer):
-    """Its output is one in which nobody finds a tensor, if it hides it."""
+    """With `hides`, its output is an object in which Paceline finds no tensor."""
 
     def __init__(self, *, hides: bool = False) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def total(output: Any) -> paddle.Tensor:
 
 @paths
 @ranks(2, group=None)
-def test_every_rank_raises_once_and_all_go_on(rank: int, path: str, view: bool) -> None:
+def test_every_rank_raises_once_and_all_continue(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     x = paddle.full([1, 4], 1.0 + rank)
     for hides in (False, True):
@@ -94,7 +94,7 @@ def test_every_rank_raises_once_and_all_go_on(rank: int, path: str, view: bool) 
 
 
 def is_shared(tensor: paddle.Tensor) -> bool:
-    """Whether its elements lie in memory that another process may have mapped."""
+    """Return whether its elements lie in memory that another process may have mapped."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, permissions, *_ = line.split()
         begin, end = (int(address, 16) for address in addresses.split("-"))

@@ -1,6 +1,6 @@
-"""paceline.paddle.ShardedOptimizer(journal=True): bits, state, what survivors complete, and what is refused.
+"""paceline.paddle.ShardedOptimizer(journal=True): its bits, its state, survivors' steps, and what is refused.
 
-Ranks that are killed are in tests/fault/test_lost_steps.py.
+tests/fault/test_lost_steps.py kills ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = [f"{cls.__name__}{number}" for number, (cls, _) in enumerate(ELEMENTWISE
 
 
 class Parameters(nn.Layer):
-    """Of several blocks, cut and whole, one of them frozen; with the same names whenever it is made."""
+    """Parameters of several blocks, some cut, and a frozen one; with the same names in each instance."""
 
     def __init__(self, dtype: str = "float32") -> None:
         drawn = np.random.default_rng(0)
@@ -43,7 +43,7 @@ class Parameters(nn.Layer):
 
 
 def give(models: list[nn.Layer], number: int, has_all: bool = False) -> None:
-    """The same gradients to all models; of one parameter only in every other step, unless `has_all`."""
+    """Set the same gradients in all models; without `has_all`, parameter 1 gets one in every other step."""
     drawn = np.random.default_rng(1 + number)
     for index, shape in enumerate(SHAPES):
         gradient = drawn.standard_normal(shape).astype("float32")
@@ -61,7 +61,7 @@ def give(models: list[nn.Layer], number: int, has_all: bool = False) -> None:
 def make(
     group: Any, optimizer_class: type[Any], options: dict[str, Any], dtype: str = "float32"
 ) -> tuple[nn.Layer, Any, nn.Layer, Any]:
-    """A wrapped model with a journal, and a model of this rank alone, with their optimizers."""
+    """Return a wrapped model and its optimizer with a journal, and the same for this rank alone."""
     journal_layout.BLOCK_BYTES = 1024
     shared, alone = Parameters(dtype), Parameters(dtype)
     model = DataParallel(shared, group=group, share_parameters=True)
@@ -76,7 +76,7 @@ def assert_same(shared: nn.Layer, alone: nn.Layer) -> None:
 
 
 def whole_state(optimizer: Any) -> dict[str, Any]:
-    """On every rank."""
+    """Return the whole state, on every rank."""
     found: dict[str, Any] = {}
     for rank in range(optimizer.world_size):
         optimizer.consolidate_state_dict(to=rank)
@@ -86,7 +86,7 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
 
 
 def step_alone(reference: Any) -> None:
-    with unique_name.guard():  # its state has the names of a process's first optimizer
+    with unique_name.guard():  # so that its state has the names of a process's first optimizer
         reference.step()
 
 
@@ -97,10 +97,12 @@ def test_bits_and_state_are_those_of_the_whole_optimizer(group: Any, number: int
     shared, optimizer, alone, reference = make(group, optimizer_class, options)
     assert len(optimizer.optims) > 2
     for step in range(6):
-        give([shared, alone], step, has_all="use_multi_tensor" in options)  # which wants all in each step
+        give(
+            [shared, alone], step, has_all="use_multi_tensor" in options
+        )  # it needs all gradients in each step
         optimizer.step()
         step_alone(reference)
-        if step == 3:  # what is loaded is brought to the journal again
+        if step == 3:  # loaded state goes to the journal again
             optimizer.set_state_dict(whole_state(optimizer))
     assert_same(shared, alone)
     assert_same_state(whole_state(optimizer), reference.state_dict())
@@ -133,8 +135,8 @@ CASES: dict[str, tuple[type[Any], Any, str]] = {
 @pytest.mark.parametrize("step_lost", [0, 2])
 @pytest.mark.parametrize("case", CASES)
 @kept_ranks(3)
-def test_survivors_make_the_rest(group: Any, case: str, step_lost: int) -> None:
-    """A rank raises in its second block, which is written; settings that were changed since count."""
+def test_survivors_finish_the_step(group: Any, case: str, step_lost: int) -> None:
+    """A rank raises after its second block is written; settings that changed since the last step count."""
     optimizer_class, options, dtype = CASES[case]
     shared, optimizer, alone, reference = make(group, optimizer_class, options(), dtype)
     for step in range(step_lost + 1):
@@ -149,14 +151,14 @@ def test_survivors_make_the_rest(group: Any, case: str, step_lost: int) -> None:
                 reference._learning_rate.step()
                 optimizer._learning_rate.step()
     if group.rank == 1:
-        struck = optimizer.optims[1]
-        made = struck.step
+        failing = optimizer.optims[1]
+        step_block = failing.step
 
         def raising() -> None:
-            made()
+            step_block()
             raise RuntimeError("in the middle")
 
-        struck.step = raising
+        failing.step = raising
         with pytest.raises(RuntimeError, match="in the middle"):
             optimizer.step()
         return
@@ -173,7 +175,7 @@ def test_survivors_make_the_rest(group: Any, case: str, step_lost: int) -> None:
 
 @kept_ranks(2)
 def test_a_scaler_skips_the_steps_of_all_blocks(group: Any) -> None:
-    """On CPUs a GradScaler does nothing, so the test tells the optimizers what one would."""
+    """On CPUs a GradScaler does nothing, so the test sets in the optimizers what a GradScaler would."""
     shared, optimizer, alone, reference = make(group, optim.AdamW, {"learning_rate": 0.1})
     for step in range(4):
         give([shared, alone], step)
@@ -186,7 +188,7 @@ def test_a_scaler_skips_the_steps_of_all_blocks(group: Any) -> None:
 
 
 class Counting(optim.SGD):
-    """Remembers in Python how many steps it has made."""
+    """Counts its steps in a Python attribute."""
 
     count = 0
 

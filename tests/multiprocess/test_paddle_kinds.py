@@ -1,4 +1,4 @@
-"""Parameters and buffers of Paddle's that are not dense, have no memory yet, or lie in strides."""
+"""Paddle's parameters and buffers that are sparse, have no memory yet, or are strided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS = {
 
 
 @kept_ranks(2, framework="paddle")
-def test_dense_buffers_in_strides_are_rank_0s_and_others_are_left_alone(group: Any) -> None:
+def test_strided_buffers_are_broadcast_and_others_are_left_alone(group: Any) -> None:
     layer = paddle.nn.Linear(3, 2)
     for kind, make in {**DENSE, **OTHERS}.items():
         layer.register_buffer(kind, make(1.0 + group.rank))

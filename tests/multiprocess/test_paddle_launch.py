@@ -1,4 +1,4 @@
-"""What Paddle knows of the ranks under every launcher; tests/pages runs its documented example."""
+"""What Paddle knows about the ranks under each launcher; tests/pages runs the documented example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.multiprocess.paddle_models import ranks, two_layers
 
 
 def be_started_by_torchrun(rank: int) -> None:
-    """As the harness starts ranks."""
+    """The harness starts ranks in this way."""
 
 
 def be_started_by_srun(rank: int) -> None:
@@ -34,7 +34,7 @@ def be_started_by_srun(rank: int) -> None:
 def test_paddle_learns_its_rank_under_other_launchers(rank: int, wraps: bool, start: object) -> None:
     start(rank)
     assert "PADDLE_TRAINER_ID" not in os.environ
-    assert dist.get_world_size() == 1  # Paddle remembers this
+    assert dist.get_world_size() == 1  # Paddle caches this
     if wraps:
         DataParallel(two_layers())
     group = paceline.paddle.init_parallel_env()
@@ -44,14 +44,14 @@ def test_paddle_learns_its_rank_under_other_launchers(rank: int, wraps: bool, st
     assert paceline.paddle.init_parallel_env() is group and not dist.is_initialized()
     group.close()
     assert paceline.paddle.init_parallel_env().world_size == 2
-    dist.init_parallel_env()  # has a port of its own, where torchrun's agent may serve the launcher's
+    dist.init_parallel_env()  # uses its own port: torchrun's agent may serve the launcher's
     total = paddle.full([1], 1.0 + rank)
     dist.all_reduce(total)
     assert_array_equal(total.numpy(), [3])
 
 
 @ranks(2, group=None)
-def test_what_paddles_launcher_has_said_stays(rank: int) -> None:
+def test_variables_of_paddles_launcher_stay(rank: int) -> None:
     place = {"PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": "127.0.0.1:29500"}
     os.environ |= place
     before = dict(os.environ)

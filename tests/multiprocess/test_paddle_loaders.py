@@ -14,7 +14,7 @@ import paceline.paddle
 from paceline.data import DistributedBatchSampler, DistributedSampler, DistributedStream
 from tests.multiprocess.paddle_models import ranks
 
-# Newer Pythons warn of forks beside threads, which is what the loader does.
+# Newer Pythons warn about a fork in a process with threads, which the loader does.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 LENGTH = 103
 SHARDS = [range(10), range(10, 13), range(13, 40)]
@@ -44,13 +44,13 @@ def test_batches_and_epochs_and_states(workers: int) -> None:
     assert len(loader) == len(plain)
     first = list(plain)
     assert [values(batch) for batch in loader] == first
-    # The next iteration is the next epoch, which nobody has set; and it can be left and entered again.
+    # Without a call of set_epoch, the next iteration is the next epoch; it can be left and resumed.
     second = list(plain)
     assert second != first
     iterator = iter(loader)
     assert [values(batch) for batch in islice(iterator, 4)] == second[:4]
     if workers:
-        iterator._try_shutdown_all()  # else Paddle's workers wait for ever, and outlive the tests
+        iterator._try_shutdown_all()  # otherwise Paddle's workers wait forever, and outlive the tests
     sampler.commit(4)
     resumed = DistributedBatchSampler(Numbers(), 5, 2, 1, shuffle=True, pad=False)
     resumed.load_state_dict(sampler.state_dict())
@@ -61,7 +61,7 @@ def test_batches_and_epochs_and_states(workers: int) -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_has_the_attributes_of_paddles(world_size: int, batch_size: int, drop_last: bool) -> None:
+def test_it_has_the_attributes_of_paddles_sampler(world_size: int, batch_size: int, drop_last: bool) -> None:
     for rank in range(world_size):
         options = (Numbers(), batch_size, world_size, rank, False, drop_last)
         ours, theirs = DistributedBatchSampler(*options), paddle.io.DistributedBatchSampler(*options)
@@ -70,7 +70,7 @@ def test_it_has_the_attributes_of_paddles(world_size: int, batch_size: int, drop
 
 
 @ranks(1, group=None)
-def test_what_replaces_paddles_is_taken_for_it(rank: int) -> None:
+def test_the_replacement_is_accepted_as_paddles_sampler(rank: int) -> None:
     originals = paddle.io.DistributedBatchSampler, paddle.io.BatchSampler
     ours = DistributedBatchSampler(Numbers(), 5, 2, 1, shuffle=True)
     with paceline.paddle.replace_ddp(samplers=True):
@@ -80,13 +80,13 @@ def test_what_replaces_paddles_is_taken_for_it(rank: int) -> None:
         loader = paddle.io.DataLoader(Numbers(), batch_sampler=sampler)
         assert [values(batch) for batch in loader] == list(ours)
         sampler.commit(3)
-        ours.load_state_dict(sampler.state_dict())  # it goes by the same name
+        ours.load_state_dict(sampler.state_dict())  # both classes have the same name in their states
         sampler.load_state_dict(ours.state_dict())
         assert list(pickle.loads(pickle.dumps(sampler))) == list(ours)
 
 
-def test_it_is_paddles_without_shuffling() -> None:
-    """For batches of one sample; larger ones Paddle deals as a whole, and we sample by sample."""
+def test_it_equals_paddles_sampler_without_shuffling() -> None:
+    """For batches of one sample; Paddle deals larger batches as a whole, Paceline sample by sample."""
     for rank in range(2):
         ours = list(DistributedBatchSampler(Numbers(), 1, 2, rank))
         theirs = paddle.io.DistributedBatchSampler(Numbers(), 1, num_replicas=2, rank=rank)

@@ -1,6 +1,6 @@
-"""Local SGD with Paddle: what a front end adds to `paceline.reducer.local_sgd`, beside a simulation in numpy.
+"""Local SGD with Paddle: what the front end adds to `paceline.reducer.local_sgd`, against numpy.
 
-What a sync does with ranks, weights and failures is the same for both frameworks: see test_local_sgd.py.
+test_local_sgd.py tests what is the same for both frameworks: ranks, weights and failures of a sync.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START = np.array([[0.5, -1.0], [2.0, 0.25]])
 
 
 class Scaled(nn.Layer):
-    """Inputs times a matrix, whose gradients one can write down."""
+    """Multiplies its input by a matrix, whose gradient the test computes itself."""
 
     def __init__(self, dtype: str = "float32") -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Scaled(nn.Layer):
         self.matrix.set_value(paddle.to_tensor(START.astype("float32")).astype(dtype))
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x @ self.matrix.astype("float32")  # of 16 bits Paddle has no product on the CPU
+        return x @ self.matrix.astype("float32")  # Paddle has no 16-bit product on the CPU
 
 
 def rows(step: int, rank: int) -> np.ndarray:
@@ -57,7 +57,7 @@ class Simulation:
         found = []
         for rank, matrix in enumerate(self.replicas):
             x = rows(number, rank).astype(np.float64)
-            found.append(2 * x.T @ (x @ matrix) / (len(x) * 2))  # of the mean of squares
+            found.append(2 * x.T @ (x @ matrix) / (len(x) * 2))  # the gradient of the mean of squares
         if together:
             found = [sum(found) / 2] * 2
         self.replicas = [matrix - LR * gradient for matrix, gradient in zip(self.replicas, found)]
@@ -65,7 +65,7 @@ class Simulation:
     def begin(self) -> None:
         self.begun = self.replicas[0].copy()
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         moved = self.begun - sum(self.replicas) / 2
         self.velocity = 0.9 * self.velocity + moved
         self.begun = self.begun - 0.7 * (moved + 0.9 * self.velocity)
@@ -80,7 +80,7 @@ def check_training(rank: int, between: str) -> None:
         if step == 1:
             reference.begin()
         elif step in (3, 5):
-            reference.meet()
+            reference.sync()
         train(wrapped, [step], rank)
         reference.step(step, together=step == 0)
         assert_allclose(model.matrix.numpy(), reference.replicas[rank], rtol=1e-4, atol=1e-5)
@@ -101,12 +101,12 @@ def check_training(rank: int, between: str) -> None:
 
 
 @kept_ranks(2)
-def test_ranks_of_one_host_meet(group):
+def test_ranks_of_one_host_sync(group):
     check_training(group.rank, "ranks")
 
 
 @joined_ranks(2)
-def test_hosts_meet(rank):
+def test_hosts_sync(rank):
     be_on_host(rank)
     join_paddle(rank)
     check_training(rank, "hosts")
@@ -164,7 +164,7 @@ def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
     model.head.weight.stop_gradient = False
     squares(wrapped(words)).backward()
     optimizer.step()
-    model.head.weight.stop_gradient = True  # trained since the last sync, to other values on each rank
+    model.head.weight.stop_gradient = True  # since the last sync, each rank trained it to other values
     held = group.all_gather(model.head.weight.numpy())
     assert not np.array_equal(held[0], held[1])
     wrapped.sync_parameters()
@@ -173,7 +173,7 @@ def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
 
 
 @kept_ranks(2)
-def test_what_is_refused_and_what_is_reported(group):
+def test_excluded_calls_are_refused_and_infinities_reported(group):
     wrapped = DataParallel(Scaled(), local_sgd=LocalSGD(2, between="ranks"))
     with pytest.raises(ConfigError, match="communication hook"):
         wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())

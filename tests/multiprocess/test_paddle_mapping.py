@@ -1,6 +1,6 @@
-"""Every row of docs/coming-from-paddle.md against the real signatures of torch, Paddle and Paceline.
+"""Checks each row of docs/coming-from-paddle.md against the signatures of torch, Paddle and Paceline.
 
-The one place where both frameworks are imported into one process, besides pytest's own collection.
+Only this file, and pytest's collection, imports both frameworks into one process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DOCUMENT = ROOT / "docs" / "coming-from-paddle.md"
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 of_newer_torch = pytest.mark.skipif(
     "forward_sync_buffers" not in inspect.signature(TorchDDP).parameters,
-    reason="the page shows the class of torch 2.13, which has arguments that this one has not",
+    reason="the page shows the class of torch 2.13, which has arguments that this one lacks",
 )
 
 
 def rows(columns: int) -> list[list[str]]:
-    """The rows of the table of so many columns; a dash is "-"."""
+    """Return the rows of the table with that number of columns; "-" means none."""
     found = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines() if line[:1] == "|"]
     return [row for row in found if len(row) == columns and row[0] not in ("torch", "---")]
 
@@ -87,6 +87,6 @@ def test_every_method_has_a_row_that_is_true() -> None:
 
 
 @of_newer_torch
-def test_the_table_of_both_front_ends_is_what_their_classes_have() -> None:
+def test_the_table_of_both_front_ends_matches_their_classes() -> None:
     made = parity.page()
-    assert parity.PAGE.read_text() == made, "python -m tests.multiprocess.parity writes it anew"
+    assert parity.PAGE.read_text() == made, "python -m tests.multiprocess.parity writes it again"

@@ -1,4 +1,4 @@
-"""Gradients of paceline.paddle.DataParallel against one process with the whole batch, and Paddle's own."""
+"""Gradients of paceline.paddle.DataParallel against one process with the whole batch, and Paddle's class."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_backward_that_raises_is_reported_to_all_and_the_next_is_good(group: o
 
 @pytest.mark.parametrize("view", VIEWS)
 @kept_ranks(2)
-def test_gradients_that_do_not_lie_in_memory_as_their_parameter(group: object, view: bool) -> None:
+def test_gradients_with_other_strides_than_their_parameter(group: object, view: bool) -> None:
     x, factors = batch(), paddle.arange(12, dtype="float32").reshape([4, 3])
 
     def loss(weight: paddle.Tensor, part: paddle.Tensor) -> paddle.Tensor:
@@ -160,7 +160,7 @@ def test_several_backwards_of_one_forward_and_two_models(group: object) -> None:
 
 @kept_ranks(2)
 def test_gradients_that_cannot_be_averaged_raise_on_all_ranks(group: object) -> None:
-    """In the backward in which one rank gets them, with the parameter's name; and the next one is good."""
+    """In the backward in which one rank gets them, with the parameter's name; and the next backward works."""
     for view in VIEWS:
         model = two_layers()
         wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
@@ -172,7 +172,7 @@ def test_gradients_that_cannot_be_averaged_raise_on_all_ranks(group: object) -> 
         expected = ("cannot be averaged on rank 1 of 2", "got      a gradient of float64")[group.rank]
         with pytest.raises(ConfigError, match=expected) as caught:
             squares(wrapped(x)).backward()
-        assert "'2." in str(caught.value)  # the first gradient that comes is the last layer's
+        assert "'2." in str(caught.value)  # the last layer's gradient is ready first
         model.to(dtype="float32")
         wrapped.clear_gradients(set_to_zero=False)
         train(wrapped, paddle.ones([1, 4]), steps=1)
@@ -180,8 +180,8 @@ def test_gradients_that_cannot_be_averaged_raise_on_all_ranks(group: object) -> 
 
 
 @kept_ranks(2)
-def test_weighed_micro_batches_of_which_a_gradient_is_undefined(group: object) -> None:
-    """Paddle leaves the gradient of a batch normalisation's shift undefined where its scale is frozen."""
+def test_weighted_micro_batches_with_an_undefined_gradient(group: object) -> None:
+    """Paddle leaves the gradient of a batch norm's shift undefined if its scale is frozen."""
     model = nn.Sequential(nn.BatchNorm1D(3), nn.Linear(3, 1))
     model[0].weight.stop_gradient = True
     wrapped = DataParallel(model, group=group, find_unused_parameters=True)
@@ -203,7 +203,7 @@ def step_of(rank: int, wrap: object) -> list[np.ndarray]:
 
 
 @joined_ranks(2)
-def test_gradients_equal_those_of_paddles_own(rank: int) -> None:
+def test_gradients_equal_those_of_paddles_class(rank: int) -> None:
     join_paddle(rank)
     ours, theirs = step_of(rank, DataParallel), step_of(rank, paddle.DataParallel)
     for mine, expected in zip(ours, theirs, strict=True):
@@ -211,7 +211,7 @@ def test_gradients_equal_those_of_paddles_own(rank: int) -> None:
 
 
 class Either(nn.Layer):
-    """One of two weights, or both."""
+    """Uses one of two weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Either(nn.Layer):
 
 @paths
 @joined_ranks(2)
-def test_a_mean_written_into_a_cleared_gradient_is_added_to(rank: int, path: str, view: bool) -> None:
+def test_a_mean_in_a_cleared_gradient_accumulates(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     one = paddle.ones([1, 1])
     for clear in CLEARS.values():
@@ -242,7 +242,7 @@ def test_a_mean_written_into_a_cleared_gradient_is_added_to(rank: int, path: str
 
 @paths
 @joined_ranks(2)
-def test_weights_that_begin_while_the_parameters_are_frozen(rank: int, path: str, view: bool) -> None:
+def test_weights_given_while_the_parameters_are_frozen(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     model = nn.Sequential(nn.Linear(1, 1, bias_attr=False))
     wrapped = DataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
