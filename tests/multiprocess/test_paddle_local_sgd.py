@@ -85,7 +85,7 @@ def check_training(rank: int, between: str) -> None:
         reference.step(step, together=step == 0)
         assert_allclose(model.matrix.numpy(), reference.replicas[rank], rtol=1e-4, atol=1e-5)
     wrapped.sync_parameters()
-    reference.meet()
+    reference.sync()
     assert_allclose(model.matrix.numpy(), reference.begun, rtol=1e-4, atol=1e-5)
     outer, weights = wrapped.local_sgd_state_dict(), model.matrix.numpy().copy()
     assert outer["steps"] == 6

@@ -60,7 +60,7 @@ def backward(model: DataParallel, step: int, rank: int) -> None:
 
 
 def file_at(address: int) -> str:
-    """What is mapped at an address: its permissions, device and inode."""
+    """Return the permissions, device and inode of the mapping at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions, _, device, inode, *_ = line.split()
         begin, end = (int(each, 16) for each in span.split("-"))
@@ -70,7 +70,7 @@ def file_at(address: int) -> str:
 
 
 def trained(group: Any, how: str, rank: int, **options: Any) -> list[np.ndarray]:
-    """Sixty steps of AdamW: unshared, or shared and plain, sharded, or sharded before wrapping."""
+    """Train for sixty steps of AdamW: unshared, or shared and plain, sharded, or sharded before wrapping."""
     model = make_model()
     arguments = {"learning_rate": 0.01, "grad_clip": nn.ClipGradByGlobalNorm(0.1)}
 
@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_replicas(group: Any) -> None:
 
 
 @joined_ranks(2)
-def test_over_a_group_of_paddles(rank: int) -> None:
+def test_over_paddles_process_group(rank: int) -> None:
     join_paddle(rank)
     expected = trained(None, "unshared", rank)
     assert same(trained(None, "sharded", rank), expected)
@@ -123,7 +123,7 @@ CHANGES: dict[str, Callable[[nn.Layer], object]] = {
 
 
 @kept_ranks(2)
-def test_a_change_that_was_not_announced_is_an_error_at_its_line_and_undone(group: Any) -> None:
+def test_stray_write_is_an_error_at_its_line_and_undone(group: Any) -> None:
     wrapped = wrap(group)
     model, before = wrapped.module, values(wrapped)
     files = group.all_gather(np.frombuffer(file_at(model[0].weight.data_ptr()).ljust(64).encode(), np.uint8))
@@ -131,17 +131,17 @@ def test_a_change_that_was_not_announced_is_an_error_at_its_line_and_undone(grou
     for name, change in CHANGES.items():
         with pytest.raises(ConfigError, match=r"This process wrote to '\d\.\w+'"), paddle.no_grad():
             change(model)
-            paddle.zeros([1])  # by the next line at the latest
+            paddle.zeros([1])  # raises here at the latest
         assert same(values(wrapped), before), name
-    # On all ranks, with the true values: nobody has seen any of it.
+    # On all ranks, with the right values: no rank has used a written value.
     backward(wrapped, 0, group.rank)
     for name, change in CHANGES.items():
         with wrapped.writing(), paddle.no_grad():
             change(model)
         assert not same(values(wrapped), before), name
         before = values(wrapped)
-    everybodys = group.all_gather(np.concatenate([each.ravel() for each in before]))
-    assert np.array_equal(*everybodys)
+    by_rank = group.all_gather(np.concatenate([each.ravel() for each in before]))
+    assert np.array_equal(*by_rank)
 
 
 @kept_ranks(2)
@@ -170,7 +170,7 @@ def test_writes_count_for_all_ranks_or_for_none(group: Any) -> None:
         if group.rank == 1:
             wrapped.module[0].weight.fill_(3.0)
         seen = wrapped.module[0].weight.numpy()
-    assert np.array_equal(seen, before[0]) == (group.rank == 0)  # nobody sees another's before the end
+    assert np.array_equal(seen, before[0]) == (group.rank == 0)  # other ranks' writes show only after it
     assert bool((wrapped.module[0].weight == 3).all())
 
     before = values(wrapped)
@@ -196,7 +196,7 @@ def test_writes_count_for_all_ranks_or_for_none(group: Any) -> None:
     with wrapped.writing(), paddle.no_grad():
         if group.rank == 1:
             wrapped.module[2].weight.scale_(2.0)
-    with pytest.raises(Exception, match=r"(?i)inplace"):  # on the rank that has not written, too
+    with pytest.raises(Exception, match=r"(?i)inplace"):  # also on the rank that has not written
         loss.backward()
 
 
@@ -214,7 +214,7 @@ def test_writing_within_a_backward_is_refused(group: Any) -> None:
 
 
 class Odd(nn.Layer):
-    """Parameters that are tied, frozen, empty, of other dtypes, left alone, or change in forward."""
+    """Parameters that are tied, frozen, empty, of other dtypes, not synchronised, or change in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_copies_moves_and_wrapping_again(group: Any) -> None:
     optim.SGD(1.0, parameters=twin.parameters()).step()
     assert same(values(wrapped), before)
 
-    again = DataParallel(model, group=group)  # each rank has its own again
+    again = DataParallel(model, group=group)  # each rank has its own copy again
     assert file_at(model[0].weight.data_ptr()).startswith("rw-p")
     with paddle.no_grad():
         model[0].weight.add_(paddle.full([], float(group.rank)))
@@ -326,12 +326,12 @@ def test_ranks_with_different_numbers_of_batches(group: Any) -> None:
             step()
         results.append(values(wrapped))
     assert same(*results)
-    everybodys = group.all_gather(np.concatenate([each.ravel() for each in results[1]]))
-    assert np.array_equal(*everybodys)
+    by_rank = group.all_gather(np.concatenate([each.ravel() for each in results[1]]))
+    assert np.array_equal(*by_rank)
 
 
 @ranks(2, dies={1: signal.SIGKILL})
-def test_parameters_outlive_a_rank(group: Any) -> None:
+def test_parameters_survive_a_killed_rank(group: Any) -> None:
     wrapped = wrap(group)
     optimizer = ShardedOptimizer(wrapped.parameters(), optim.SGD, group)
     backward(wrapped, 0, group.rank)
@@ -353,8 +353,8 @@ def test_share_for_inference(group: Any) -> None:
     given.eval()
     assert ours_share(model, group) is model
     model.eval()
-    answers = group.all_gather(model(x).numpy())
-    assert np.array_equal(*answers)
+    outputs = group.all_gather(model(x).numpy())
+    assert np.array_equal(*outputs)
     if group.rank == 0:
         assert np.array_equal(model(x).numpy(), given(x).numpy())
     held = [*model.parameters(), *model.buffers()]
@@ -362,7 +362,7 @@ def test_share_for_inference(group: Any) -> None:
 
     model.train()
     with pytest.raises(ConfigError, match="a model of share"), paddle.no_grad():
-        model(x)  # which changes the running statistics
+        model(x)  # changes the running statistics
         paddle.zeros([1])
     squares(given(x)).backward()
     with pytest.raises(ConfigError, match="share to read"):

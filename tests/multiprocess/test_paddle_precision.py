@@ -1,4 +1,4 @@
-"""Mixed precision in paceline.paddle: what is computed, averaged and kept in which dtype."""
+"""Mixed precision in paceline.paddle: which dtype is used for computing, averaging and storing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64"
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """To the nearest number of this dtype, ties to even, as float64."""
+    """Round to the nearest number of this dtype, ties to even; the result is float64."""
     if dtype != "bfloat16":
         return array.astype(dtype).astype(np.float64)
     bits = array.astype(np.float32).view(np.uint32)
@@ -29,7 +29,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Scaled(nn.Layer):
-    """x * weight, whose gradient is x: no rounding happens but that of casts. And a buffer."""
+    """x * weight, whose gradient is x, so that only casts round; and two buffers."""
 
     def __init__(self, dtype: str = "float32") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Scaled(nn.Layer):
 @pytest.mark.parametrize("path", ["memory", "group"])
 @joined_ranks(2)
 def test_gradients_are_averaged_in_reduce_dtype(rank: int, path: str, view: bool) -> None:
-    """Each rank's gradient is rounded to it, and the mean; .grad has the parameter's dtype."""
+    """Each rank's gradient and the mean are rounded to it; .grad has the parameter's dtype."""
     join_paddle(rank)
     for reduced in ("bfloat16", "float16", "float64", paddle.bfloat16):
         name = str(reduced).removeprefix("paddle.")
@@ -64,19 +64,21 @@ def test_gradients_are_averaged_in_reduce_dtype(rank: int, path: str, view: bool
             mean = sum(rounded(rounded(x, "float32"), name) for x in X) / 2
             assert layer.scale.dtype == layer.scale.grad.dtype == paddle.float32
             # A group adds in this dtype, and then divides.
-            units = 4 if paddle.__version__ < "3.2" else 2  # its cast to float16 cuts off
+            units = (
+                4 if paddle.__version__ < "3.2" else 2
+            )  # older versions truncate when they cast to float16
             assert_allclose(layer.scale.grad.numpy(), mean, rtol=units * UNIT[name] + UNIT["float32"], atol=0)
-            if name != "float64":  # it was rounded at all
+            if name != "float64":  # check that it was rounded
                 assert_array_equal(rounded(layer.scale.grad.numpy(), name), layer.scale.grad.numpy())
 
 
 @kept_ranks(2)
 def test_forward_runs_in_param_dtype(group: Any) -> None:
-    """The reference is float64 in numpy; float32 alone would be 1e-7 away."""
+    """The reference is float64 in numpy; float32 would be 1e-7 away."""
     paddle.seed(5)
     table, head = nn.Linear(4, 4, bias_attr=False), nn.Linear(4, 1)
     table.register_buffer("shift", paddle.ones([4]))
-    layer = nn.Sequential(table, table, head)  # shared: both uses count
+    layer = nn.Sequential(table, table, head)  # shared: both uses contribute
     wrapped = DataParallel(layer, group=group, mixed_precision=MixedPrecision("float64", None, "float16"))
     assert table.shift.dtype == paddle.float16
     w, v = (p.numpy().astype(np.float64) for p in (table.weight, head.weight))
@@ -92,19 +94,19 @@ def test_forward_runs_in_param_dtype(group: Any) -> None:
         mean = sum(rounded(part, "float32") for part in parts) / 2  # backward rounds once, at its end
         assert_array_equal(table.weight.grad.numpy(), mean.astype(np.float32))
         assert table.weight.dtype == table.weight.grad.dtype == paddle.float32
-    # Nothing of the casts is left: what is saved, and what optimizers get.
+    # The casts leave no trace in saved state or in what optimizers get.
     assert all(value.dtype != paddle.float64 for value in wrapped.state_dict().values())
     assert wrapped.parameters()[0] is table.weight and not table.weight.stop_gradient
     with paddle.no_grad():
         assert wrapped(paddle.ones([1, 4])).dtype == paddle.float64
-    with pytest.raises(ValueError):  # an exception in forward leaves the parameters where they were
+    with pytest.raises(ValueError):  # an exception in forward leaves the parameters unchanged
         wrapped(paddle.ones([1, 7]))
     assert layer.state_dict()["0.weight"].dtype == paddle.float32
 
 
 @kept_ranks(2)
 def test_a_model_stored_in_16_bits_trains_in_32(group: Any) -> None:
-    """For which Paddle has no kernels on the CPU: a layer loaded in bfloat16 trains all the same."""
+    """A layer loaded in bfloat16, for which Paddle has no CPU kernels, still trains."""
     layer = nn.Linear(4, 3)
     layer.to(dtype="bfloat16")
     x = paddle.to_tensor(X[group.rank : group.rank + 1], "float32")
@@ -134,8 +136,8 @@ def test_running_statistics_have_the_dtype_of_forward(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_a_precision_that_paddle_has_not_is_refused(group: Any) -> None:
-    for kind in ("matmul", "layer_norm", "relu", "softmax"):  # what the error says
+def test_a_precision_that_paddle_does_not_support_is_refused(group: Any) -> None:
+    for kind in ("matmul", "layer_norm", "relu", "softmax"):  # the operators that the error names
         one = paddle.ones([2, 2], "bfloat16")
         call = {
             "matmul": lambda one=one: paddle.matmul(one, one),

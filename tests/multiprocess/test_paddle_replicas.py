@@ -1,4 +1,4 @@
-"""Replicas of a Paddle model that drift by anything but gradients."""
+"""Replicas of a Paddle model that differ for other reasons than gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paddle, reduce="scatter": each rank gets the part of the mean gradients that its ShardedOptimizer needs."""
+"""Paddle, reduce="scatter": each rank gets the shard of the means that its ShardedOptimizer needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def same_bits(one: paddle.Tensor, other: paddle.Tensor) -> bool:
     return one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
 
 
-class Strange(nn.Layer):
-    """Tied, frozen, unused, empty and scalar parameters, several segments."""
+class ManyKinds(nn.Layer):
+    """Tied, frozen, unused, empty and scalar parameters, and one of several segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Strange(nn.Layer):
             return made
 
         self.first, self.first_bias = parameter(9, 70), parameter(70)
-        self.large = parameter(70, 700)  # 2.99 segments of the core
+        self.large = parameter(70, 700)  # 2.99 of the core's segments
         self.last = parameter(700, 70)
         self.tied = nn.Linear(9, 70)
         self.tied.weight = self.first
@@ -65,7 +65,9 @@ def loop(
     drawn = np.random.default_rng(rank)
     norms = []
     for step in range(steps):
-        for parameter in model.parameters():  # clear_grad() leaves zeros, by which AdamW moves what is unused
+        for (
+            parameter
+        ) in model.parameters():  # clear_grad() leaves zeros: with them, AdamW moves unused parameters
             drop_grad(parameter)
         for micro in range(1 + step % 2):
             batch = paddle.to_tensor(drawn.standard_normal((4, 9)).astype("float32"))
@@ -80,7 +82,7 @@ def loop(
 @kept_ranks(3)
 def test_the_bits_are_those_of_whole_gradients(group: Any) -> None:
     def clip(model: Any, step: int) -> None:
-        """By the norm that the backward has found, in both ways."""
+        """Clip by the norm that the backward computed, with either kind of gradients."""
         if step % 3 == 1:
             limit, norm = 0.5 * model.grad_norm(), model.grad_norm()
             if model._config.scatters:
@@ -100,7 +102,7 @@ def test_the_bits_are_those_of_whole_gradients(group: Any) -> None:
 
         def make(more: dict[str, Any] = more, **scatters: Any) -> DataParallel:
             with unique_name.guard():
-                return DataParallel(Strange(), group=group, find_unused_parameters=True, **more, **scatters)
+                return DataParallel(ManyKinds(), group=group, find_unused_parameters=True, **more, **scatters)
 
         replica = make()
         whole = optimizer_class(parameters=replica.parameters(), **options)
@@ -135,13 +137,13 @@ def loss(model: Any, rank: int, step: int = 0) -> Any:
 
 
 @kept_ranks(2)
-def test_a_gradient_that_is_there_in_part_is_never_taken_for_a_whole_one(group: Any) -> None:
-    """Whatever reads one raises, on every rank, and training goes on afterwards."""
+def test_a_sharded_gradient_cannot_be_read_as_a_whole_one(group: Any) -> None:
+    """Reading such a gradient raises on every rank, and training continues afterwards."""
     for shares in (False, True):
-        _read_in_all_ways(group, *scattering(group, share_parameters=shares))
+        _read_in_each_way(group, *scattering(group, share_parameters=shares))
 
 
-def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> None:
+def _read_in_each_way(group: Any, model: Any, optimizer: ShardedOptimizer) -> None:
     expected, theirs = whole(group)
     parameters = list(model.parameters())
     plain = optim.SGD(parameters=parameters, learning_rate=0.1)
@@ -195,8 +197,8 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
 
 
 @kept_ranks(2)
-def test_a_gradient_lives_until_it_is_handed_over(group: Any) -> None:
-    """There is memory for one copy of the gradients: from the second backward on, the earlier are gone."""
+def test_gradients_are_freed_when_they_are_reduced(group: Any) -> None:
+    """There is memory for one copy of the gradients: from the second backward on, earlier ones are gone."""
     paddle.seed(0)
     layers = [nn.Linear(first, second) for first, second in pairwise((40, 300, 40, 300, 40))]
     model, optimizer = scattering(group, nn.Sequential(*layers))
@@ -211,7 +213,7 @@ def test_a_gradient_lives_until_it_is_handed_over(group: Any) -> None:
         found.clear()
         hidden = model(paddle.full([2, 40], 1.0 + group.rank + step))
         if step:
-            model.module[0].weight.register_hook(look)  # the last gradients of a backward
+            model.module[0].weight.register_hook(look)  # called for one of a backward's last gradients
         hidden.square().mean().backward()
         optimizer.step()
     assert len(found) >= 1
@@ -219,7 +221,7 @@ def test_a_gradient_lives_until_it_is_handed_over(group: Any) -> None:
 
 
 class Branches(nn.Layer):
-    """One of its parameters is used if asked for."""
+    """One of its parameters is used only if `uses_all`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +233,7 @@ class Branches(nn.Layer):
 
 
 def train_cleared(group: Any, **options: Any) -> Gradients:
-    """One parameter is unused on one rank, or on all."""
+    """Train with a parameter that is unused on one rank, or on all."""
     model = DataParallel(Branches(), group=group, find_unused_parameters=True, **options)
     optimizer = ShardedOptimizer(model.parameters(), optim.AdamW, group, learning_rate=0.1)
     for step in range(6):
@@ -243,8 +245,8 @@ def train_cleared(group: Any, **options: Any) -> Gradients:
 
 
 @kept_ranks(2)
-def test_unused_and_left_over_parameters(group: Any) -> None:
-    """As with whole gradients, and what is left of an earlier backward is refused."""
+def test_unused_parameters_and_uncleared_gradients(group: Any) -> None:
+    """As with whole gradients; what is left of an earlier backward is refused."""
     assert all(map(same_bits, train_cleared(group), train_cleared(group, reduce="scatter")))
     model, optimizer = scattering(group, Branches(), find_unused_parameters=True)
     model(1.0).backward()
@@ -264,7 +266,7 @@ def test_unused_and_left_over_parameters(group: Any) -> None:
 
 
 class RecomputedTwice(nn.Layer):
-    """Its layer gets a gradient from each of two recomputations, in one backward."""
+    """In one backward, its layer gets a gradient from each of two recomputations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,8 +296,8 @@ def test_a_second_gradient_in_one_backward_counts(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_who_owns_what(group: Any) -> None:
-    """Optimizers may be made before the model is wrapped, in several parts, and anew."""
+def test_shards_follow_the_optimizers(group: Any) -> None:
+    """Optimizers may be made before wrapping, for some of the parameters each, and again."""
     options = {"learning_rate": 0.01}
     expected = DataParallel(small(), group=group)
     theirs = optim.AdamW(parameters=expected.parameters(), **options)
@@ -335,7 +337,7 @@ def test_who_owns_what(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_what_it_does_not_go_together_with_is_refused_on_every_rank(group: Any) -> None:
+def test_options_that_exclude_it_are_refused_on_every_rank(group: Any) -> None:
     module = small()
     first, *_, last = module.named_parameters()
     for options in (
@@ -381,7 +383,7 @@ def test_uneven_data_and_infinities(group: Any) -> None:
             loss(model, group.rank, step).backward()
             optimizer.step()
         model.finish(optimizer.step)
-        if options:  # what was left of a rank's last backward is still there
+        if options:  # the rank's last gradients are not cleared yet
             with pytest.raises(ConfigError, match="once more"):
                 loss(model, group.rank).backward()
         optimizer.clear_grad()

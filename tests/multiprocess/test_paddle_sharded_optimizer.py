@@ -1,4 +1,4 @@
-"""paceline.paddle.ShardedOptimizer against Paddle's optimizers, each of which makes the whole step."""
+"""paceline.paddle.ShardedOptimizer against Paddle's optimizers that make the whole step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Gradients = list[list["np.ndarray | None"]]
 
 
 class Lion(optim.Optimizer):
-    """As third parties write them: of Chen et al., Symbolic Discovery of Optimization Algorithms, 2023."""
+    """A third-party optimizer: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023."""
 
     def __init__(self, learning_rate: float = 0.01, parameters: Any = None) -> None:
         super().__init__(learning_rate, parameters)
@@ -63,12 +63,12 @@ ELEMENTWISE: list[tuple[type[Any], dict[str, Any]]] = [
 ]
 WHOLE: list[tuple[type[Any], dict[str, Any]]] = [
     (optim.Lamb, {"learning_rate": 0.01}),
-    (optim.ASGD, {"learning_rate": 0.01, "batch_num": 3}),  # remembers three gradients of each element
+    (optim.ASGD, {"learning_rate": 0.01, "batch_num": 3}),  # keeps three gradients of each element
 ]
 
 
 def make_parameters(dtype: str = "float32") -> list[paddle.Tensor]:
-    """Cut, whole, of one element, of none, frozen; with the same names whenever they are made."""
+    """Return parameters: cut, whole, of one element, empty, frozen; with the same names each time."""
     drawn = np.random.default_rng(0)
     made = []
     with unique_name.guard():
@@ -83,7 +83,7 @@ def make_parameters(dtype: str = "float32") -> list[paddle.Tensor]:
 
 
 def make_gradients(parameters: Sequence[paddle.Tensor], gap: int, count: int = 7) -> Gradients:
-    """Those of several steps; some parameters have none in some steps, one of `gap`."""
+    """Return gradients of several steps; in each step, one of `gap` parameters has none."""
     drawn = np.random.default_rng(1)
     return [
         [
@@ -118,10 +118,10 @@ def same_bits(one: paddle.Tensor, other: paddle.Tensor) -> bool:
 
 @kept_ranks(2)
 def test_elementwise_optimizers_have_the_bits_of_the_whole_one(group: Any) -> None:
-    """After 40 steps; fewer where another optimizer goes the same way."""
+    """After 40 steps; fewer for later optimizers, which take the same code path."""
     for number, (optimizer_class, options) in enumerate(ELEMENTWISE):
         steps = 40 if number < 2 else 16
-        gap = 99 if "use_multi_tensor" in options else 6  # which wants all gradients in each step
+        gap = 99 if "use_multi_tensor" in options else 6  # multi-tensor needs all gradients in each step
         expected, parameters = make_parameters(), make_parameters()
         train(optimizer_class(parameters=expected, **options), expected, steps, gap)
         before = [parameter.data_ptr() for parameter in parameters]
@@ -150,7 +150,7 @@ def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(group: Any
 
 
 @joined_ranks(2)
-def test_through_a_group_of_paddles(rank: int) -> None:
+def test_through_paddles_process_group(rank: int) -> None:
     join_paddle(rank)
     for optimizer_class, options in [*ELEMENTWISE[:1], *WHOLE[:1]]:
         expected, parameters = ([p for p in make_parameters() if p.size] for _ in range(2))
@@ -195,7 +195,7 @@ CASES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 
 
 def run(case: str, how: str, group: Any) -> tuple[list[np.ndarray], list[float]]:
-    """Six steps: "sharded", wrapped and "plain", or in "one process" that has the whole batch."""
+    """Make six steps: "sharded", wrapped and "plain", or in "one process" with the whole batch."""
     with unique_name.guard():
         model = two_layers(width=300)
     model[0].bias.regularizer = paddle.regularizer.L2Decay(0.3)
@@ -215,7 +215,7 @@ def run(case: str, how: str, group: Any) -> tuple[list[np.ndarray], list[float]]
         squares(called(paddle.to_tensor(x) if called is model else share(x, group.rank))).backward()
         if case == "values" and step == 3:
             optimizer.set_lr(0.02)
-        if step % 2 and case != "groups":  # of which Paddle's minimize() can't find the parameters
+        if step % 2 and case != "groups":  # Paddle's minimize() can't find the parameters of groups
             _, pairs = optimizer.minimize(squares(model[2].bias))
             assert len(pairs) == 4
         else:
@@ -228,7 +228,7 @@ def run(case: str, how: str, group: Any) -> tuple[list[np.ndarray], list[float]]
 
 @kept_ranks(2)
 def test_a_wrapped_model_trains_as_in_one_process(group: Any) -> None:
-    """With clips, schedules, groups, regularizers and functions of names and parameters."""
+    """With clips, schedules, groups, regularizers, and functions of names and parameters."""
     for case in CASES:
         (sharded, rates), (plain, plain_rates) = run(case, "sharded", group), run(case, "plain", group)
         alone, alone_rates = run(case, "one process", group)
@@ -242,7 +242,7 @@ def test_a_wrapped_model_trains_as_in_one_process(group: Any) -> None:
 @kept_ranks(2)
 @pytest.mark.parametrize("shares", [False, True])
 def test_an_optimizer_that_makes_no_step_is_refused_when_it_is_made(group: Any, shares: bool) -> None:
-    """On every rank, with what it raises; the group and the parameters can be used afterwards."""
+    """On every rank, with the optimizer's error; the group and the parameters still work afterwards."""
     model = two_layers().to(dtype="float64")
     wrapped = DataParallel(model, group=group, share_parameters=shares)
     with pytest.raises(ConfigError, match=r"(?s)Adam makes no step.*multi_tensor") as caught:

@@ -1,4 +1,4 @@
-"""The state of paceline.paddle.ShardedOptimizer, saved and loaded both ways; and what it refuses."""
+"""The state of paceline.paddle.ShardedOptimizer, saved and loaded in both directions; and what it refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.multiprocess.test_paddle_sharded_optimizer import make_parameters, sa
 
 
 class Coupled(optim.SGD):
-    """The rate depends on all gradients."""
+    """An optimizer whose rate depends on all gradients."""
 
     def step(self) -> None:
         pairs = [(p, p.grad) for p in self._parameter_list if p.grad is not None]
@@ -54,7 +54,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @kept_ranks(3)
-def test_a_state_is_the_whole_optimizers_and_goes_both_ways(group: Any, tmp_path: Path) -> None:
+def test_a_state_equals_the_whole_optimizers_and_loads_in_both_directions(group: Any, tmp_path: Path) -> None:
     for optimizer_class, options, dtype in (
         (optim.AdamW, {"amsgrad": True}, "float32"),
         (optim.Lamb, {}, "float32"),
@@ -87,7 +87,7 @@ def test_a_state_is_the_whole_optimizers_and_goes_both_ways(group: Any, tmp_path
         train(whole, expected, 3)
         loaded = paddle.load(str(tmp_path / "sharded"))
 
-        # Into a new one, into one that has made steps, and into an unsharded one.
+        # Load it into a new optimizer, into one that has made steps, and into an unsharded one.
         for kind in ("new", "used", "unsharded"):
             again, arguments = make()
             with unique_name.guard():
@@ -115,7 +115,7 @@ def make(group: Any, **options: Any) -> tuple[list[paddle.Tensor], ShardedOptimi
 
 
 @kept_ranks(3)
-def test_different_steps_are_told_before_anything_is_written(group: Any) -> None:
+def test_different_steps_are_reported_before_anything_is_written(group: Any) -> None:
     parameters, optimizer = make(group)
     before = [parameter.clone() for parameter in parameters]
     rank = group.rank
@@ -147,7 +147,7 @@ def test_different_steps_are_told_before_anything_is_written(group: Any) -> None
     if rank == 0:
         optimizer._whole._parameter_list[0].main_grad = None
 
-    # Nothing was written, and the next step is a whole one.
+    # Nothing was written, and the next step is complete.
     assert all(map(same_bits, parameters, before))
     optimizer.step()
     assert all(bool((parameter == 0.5).all()) for parameter in parameters)
@@ -173,7 +173,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(group: Any) -> None:
     refused("AdamW refuses its arguments", own, optim.AdamW, rate=0.1)
     refused("AdamW refuses its arguments", own, optim.AdamW, learning_rate=None)
     refused("reduce_through", own, optim.SGD, reduce_through="wire")
-    # One rank alone, and the other is told.
+    # One rank alone refuses, and the other rank raises too.
     given = own if group.rank else own[:1]
     refused(r"parameters|parameter 1", given, optim.SGD)
     with pytest.raises(ModelMismatchError):
@@ -196,7 +196,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(group: Any) -> None:
 
 @kept_ranks(2)
 def test_parameters_that_change_are_followed(group: Any) -> None:
-    """Other memory, frozen and thawed, other options: as the optimizer that is not sharded."""
+    """Other memory, frozen and unfrozen, other options: it behaves like the unsharded optimizer."""
     results = []
     for is_ours in (True, False):
         parameters = make_parameters()
@@ -220,8 +220,8 @@ def test_parameters_that_change_are_followed(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_a_step_is_skipped_where_a_scaler_has_found_an_infinity(group: Any) -> None:
-    """As GradScaler.step() does it, which Paddle has on GPUs only."""
+def test_a_step_is_skipped_if_a_scaler_found_an_infinity(group: Any) -> None:
+    """As GradScaler.step() sets it, which Paddle does on GPUs only."""
     parameters, optimizer = make(group)
     for is_found, expected in [(True, 1.0), (False, 0.5)]:
         optimizer._set_auxiliary_var("found_inf", paddle.to_tensor([is_found]))
@@ -231,7 +231,7 @@ def test_a_step_is_skipped_where_a_scaler_has_found_an_infinity(group: Any) -> N
 
 
 @kept_ranks(1, group=None)
-def test_alone_it_is_the_optimizer(rank: int) -> None:
+def test_on_one_rank_it_equals_the_optimizer(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     with unique_name.guard():
         whole = optim.AdamW(parameters=expected)
@@ -244,8 +244,8 @@ def test_alone_it_is_the_optimizer(rank: int) -> None:
 
 @pytest.mark.parametrize("where", ["before", "within"])
 @ranks(2, dies={1: signal.SIGKILL})
-def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str) -> None:
-    """In the first barrier nothing is written yet; in the second, who survives knows that it has a half."""
+def test_half_a_step_left_by_a_killed_rank_is_reported(group: Any, where: str) -> None:
+    """In the first barrier, nothing is written yet; in the second, the survivor reports half a step."""
     parameters, optimizer = make(group)
     optimizer.step()
     if group.rank == 1:
@@ -261,7 +261,7 @@ def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str
         assert all(unchanged)
         return
     assert "some parameters may be updated and others not" in str(caught.value)
-    assert unchanged == [False, True]  # rank 0's part, but for the end of the first
+    assert unchanged == [False, True]  # rank 0's shard, except the end of the first parameter
     for use in (optimizer.step, optimizer.consolidate_state_dict):
         with pytest.raises(CollectiveError, match="an earlier step was not completed"):
             use()
@@ -271,7 +271,7 @@ def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str
 
 
 @kept_ranks(2, group=None)
-def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> None:
+def test_replica_groups_of_local_sgd_cannot_share_an_optimizer(rank: int) -> None:
     place(rank, (0, 1))
     wrapped = DataParallel(two_layers(), local_sgd=LocalSGD(every=4, warmup_steps=1))
     optimizer = ShardedOptimizer(wrapped.parameters(), optim.SGD, learning_rate=0.1)

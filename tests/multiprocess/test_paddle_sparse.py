@@ -1,4 +1,4 @@
-"""Sparse gradients of Paddle: the rows of all ranks, weighed and divided."""
+"""Paddle's sparse gradients: the rows of all ranks, weighted and divided."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sparse_rows_of_an_embedding(group: object) -> None:
     wrapped = DataParallel(sparse, group=group, find_unused_parameters=True)
     reference = DataParallel(dense, group=group, find_unused_parameters=True)
     optimizers = [paddle.optimizer.SGD(0.5, parameters=model.parameters()) for model in (sparse, dense)]
-    for words in ([[1, 3, 1], [3, 4, 5]], [[2, 2], None]):  # in the second step rank 1 looks none up
+    for words in ([[1, 3, 1], [3, 4, 5]], [[2, 2], None]):  # in the second step rank 1 looks up none
         mine = None if words[group.rank] is None else paddle.to_tensor(words[group.rank])
         for model, optimizer in zip((wrapped, reference), optimizers):
             squares(model(mine)).backward()
@@ -47,8 +47,8 @@ def test_a_dense_gradient_of_a_sparse_embedding_raises_on_all_ranks(group: objec
 
 
 @kept_ranks(2)
-def test_sparse_gradients_of_weighed_micro_batches(group: object) -> None:
-    """Rank 0 has micro-batches of 1 and 2 words, rank 1 one of 3 and one that does not count."""
+def test_sparse_gradients_of_weighted_micro_batches(group: object) -> None:
+    """Rank 0 has micro-batches of 1 and 2 words, rank 1 one of 3 and one of weight 0."""
     model, alone = Words(True), Words(False)
     wrapped = DataParallel(model, group=group, nonfinite="ignore")
     words = ([[1], [3, 1]], [[4, 3, 5], [2]])[group.rank]
@@ -84,7 +84,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
 @keeps_empty_gradients
 @kept_ranks(2)
 def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None:
-    """Adam moves a parameter with a gradient of no rows, and leaves one without a gradient."""
+    """Adam moves a parameter with a gradient of no rows, but not one without a gradient."""
     model = Words(True)
     wrapped = DataParallel(model, group=group, find_unused_parameters=True)
     output = wrapped(None if group.rank else paddle.to_tensor([], dtype="int64"))
@@ -95,8 +95,8 @@ def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None
 
 
 @kept_ranks(2)
-def test_a_mean_without_rows_is_stepped_with(group: object) -> None:
-    """Paddle's SGD ends the process if a sparse gradient has no row."""
+def test_an_optimizer_can_step_with_a_mean_without_rows(group: object) -> None:
+    """Paddle's SGD ends the process if a sparse gradient has no rows."""
     model = Words(True)
     before = model.table.weight.numpy()
     wrapped = DataParallel(model, group=group)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm for Paddle has the statistics of the whole batch."""
+"""SyncBatchNorm for Paddle computes the statistics of the whole batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def normalised() -> nn.Sequential:
 
 
 @kept_ranks(2)
-def test_sync_batch_norm_is_that_of_the_whole_batch(group: object) -> None:
+def test_sync_batch_norm_equals_one_over_the_whole_batch(group: object) -> None:
     """With 5 samples on rank 0 and 3 on rank 1: the mean is over samples, not over ranks."""
     x = np.random.default_rng(7).standard_normal((8, 1, 3, 3)).astype(np.float32)
     own = paddle.to_tensor(x[:5] if group.rank == 0 else x[5:])
@@ -42,7 +42,7 @@ def test_sync_batch_norm_is_that_of_the_whole_batch(group: object) -> None:
     share_of_loss = (own.shape[0] / 4) ** 0.5
     train(DataParallel(model, group=group), own, call=lambda wrapped, part: wrapped(part) * share_of_loss)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Paddle's own, of running statistics
+        warnings.simplefilter("ignore")  # from Paddle, about running statistics
         train(alone, paddle.to_tensor(x))
     close(model, alone)
     model.eval()
@@ -72,7 +72,7 @@ def test_sync_batch_norm_over_other_layouts(group: object) -> None:
 @kept_ranks("world_size")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_of_a_gradient_goes_through_all_ranks(group: object, world_size: int) -> None:
-    """A penalty of the inputs' gradients, which depend on all ranks' samples."""
+    """A penalty on the inputs' gradients, which depend on all ranks' samples."""
     paddle.set_default_dtype("float64")
     paddle.seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Tanh(), nn.Linear(4, 2))
@@ -97,13 +97,13 @@ def test_a_gradient_of_a_gradient_goes_through_all_ranks(group: object, world_si
 @ranks(2, group=None)
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_under_to_static(rank: int, is_wrapped: bool) -> None:
-    """The group is found within the static function, too, where SOT would translate what finds it."""
+    """The group is found within the static function too, where SOT would translate the search for it."""
     x = np.random.default_rng(7).standard_normal((8, 1, 3, 3)).astype(np.float32)
     model, alone = SyncBatchNorm.convert_sync_batchnorm(normalised()), normalised()
     static = paddle.jit.to_static(model, full_graph=False)
     trained = DataParallel(static) if is_wrapped else static
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Paddle's own, of its compiler and of running statistics
+        warnings.simplefilter("ignore")  # from Paddle's compiler, and about running statistics
         for _ in range(3):
             squares(trained(share(x, rank))).backward()
             squares(alone(paddle.to_tensor(x))).backward()
@@ -114,7 +114,7 @@ def test_under_to_static(rank: int, is_wrapped: bool) -> None:
 
 
 @kept_ranks(2, group=None)
-def test_a_static_graph_of_all_is_refused_in_training(rank: int) -> None:
+def test_a_full_static_graph_is_refused_in_training(rank: int) -> None:
     model = SyncBatchNorm.convert_sync_batchnorm(normalised())
     static = paddle.jit.to_static(model, full_graph=True)
     x = paddle.ones([4, 1, 3, 3])
