@@ -22,7 +22,7 @@ Step = Callable[[nn.Layer, paddle.optimizer.Optimizer, paddle.Tensor], object]
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Paddle's own, of its compiler
+        warnings.simplefilter("ignore")  # from Paddle's compiler
         yield
 
 
@@ -36,7 +36,7 @@ def assert_trains_alike(
     ),
     **options: object,
 ) -> None:
-    """Three steps under to_static are those of one process with the whole batch, not translated."""
+    """Compare three steps under to_static with untranslated ones of one process with the whole batch."""
     model, reference, x = make(), make(), batch()
     wrapped = DataParallel(model, group=group, **options)
     own = optimizer(model)
@@ -50,7 +50,7 @@ def assert_trains_alike(
         assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
-# What Paddle translates bit by bit, as here, it keeps by its code for the next test: no process is kept.
+# Paddle caches a translation for all functions with the same code, so each test runs in new processes.
 def plain_step(model: nn.Layer, optimizer: paddle.optimizer.Optimizer, x: paddle.Tensor) -> paddle.Tensor:
     loss = (model(x) ** 2).mean()
     loss.backward()
@@ -95,15 +95,15 @@ def test_accumulation_in_no_sync(group: object) -> None:
 
 @ranks(2)
 def test_weights_and_unused_parameters(group: object) -> None:
-    """Two models in one step, of which one uses other parameters on each rank, and the other has weights."""
+    """One step of two models: one uses other parameters on each rank, the other has weights."""
     branches, reference = Branches(), Branches()
     reference.set_state_dict({name: value.clone() for name, value in branches.state_dict().items()})
-    weighed, weighed_alone, x = two_layers(), two_layers(), batch(8)
+    weighted, weighted_alone, x = two_layers(), two_layers(), batch(8)
     own = x[:3] if group.rank == 0 else x[3:]
     with_branches = DataParallel(branches, group=group, find_unused_parameters=True)
     reference.set_state_dict(branches.state_dict())
-    with_weights = DataParallel(weighed, group=group, weight=lambda x: x.shape[0])
-    optimizer = paddle.optimizer.SGD(0.1, parameters=branches.parameters() + weighed.parameters())
+    with_weights = DataParallel(weighted, group=group, weight=lambda x: x.shape[0])
+    optimizer = paddle.optimizer.SGD(0.1, parameters=branches.parameters() + weighted.parameters())
 
     def step(branch: str, x: paddle.Tensor) -> None:
         ((with_branches(x[:, :3], branch) ** 2).mean()).backward()
@@ -112,16 +112,16 @@ def test_weights_and_unused_parameters(group: object) -> None:
         optimizer.clear_grad()
 
     static = paddle.jit.to_static(step, full_graph=False)
-    whole = paddle.optimizer.SGD(0.1, parameters=reference.parameters() + weighed_alone.parameters())
+    whole = paddle.optimizer.SGD(0.1, parameters=reference.parameters() + weighted_alone.parameters())
     for _ in range(3):
         with compiling():
             static(("left", "right")[group.rank], paddle.to_tensor(own))
         for part, branch in ((x[:3], "left"), (x[3:], "right")):
             (squares(reference(paddle.to_tensor(part[:, :3]), branch)) / 2).backward()
-        squares(weighed_alone(paddle.to_tensor(x))).backward()
+        squares(weighted_alone(paddle.to_tensor(x))).backward()
         whole.step()
         whole.clear_grad()
-    for model, alone in ((branches, reference), (weighed, weighed_alone)):
+    for model, alone in ((branches, reference), (weighted, weighted_alone)):
         for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
             assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -149,7 +149,7 @@ def test_a_penalty_of_gradients_and_recompute(group: object) -> None:
 
 
 @ranks(2)
-def test_errors_of_a_backward_are_ours(group: object) -> None:
+def test_a_backward_raises_pacelines_errors(group: object) -> None:
     wrapped = DataParallel(Branches(), group=group)
     optimizer = paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())
 
@@ -165,7 +165,7 @@ def test_errors_of_a_backward_are_ours(group: object) -> None:
         static("both", paddle.ones([2, 3]))
 
 
-# --- a wrapped model in a static graph, whose runs do not come to the wrapper ---
+# --- a wrapped model in a static graph, whose runs do not call the wrapper ---
 
 
 def loss_of(model: nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
@@ -174,7 +174,7 @@ def loss_of(model: nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
 
 @kept_ranks(2)
 def test_a_static_loss_and_no_sync(group: object) -> None:
-    """The graph is traced within no_sync(): a backward outside of it is averaged all the same."""
+    """The graph is traced within no_sync(), but a backward outside of no_sync() is still averaged."""
     model, reference, x = two_layers(), two_layers(), batch()
     wrapped = DataParallel(model, group=group)
     static = paddle.jit.to_static(loss_of, full_graph=True)
@@ -193,7 +193,7 @@ def test_a_static_loss_and_no_sync(group: object) -> None:
 
 @kept_ranks(2)
 def test_traces_on_one_rank_alone(group: object) -> None:
-    """A static evaluation, and a step that Paddle cannot trace, count as no forward."""
+    """A static evaluation and a step that Paddle cannot trace do not count as forwards."""
     model, reference, x = two_layers(), two_layers(), batch()
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=True)
     optimizer = paddle.optimizer.Adam(0.01, parameters=model.parameters())
@@ -222,7 +222,7 @@ def test_traces_on_one_rank_alone(group: object) -> None:
     ],
     ids=["weight", "local_sgd", "forward_sync_buffers", "param_dtype"],
 )
-def test_what_needs_each_forward_is_refused_in_a_static_graph(
+def test_options_that_need_each_forward_are_refused_in_a_static_graph(
     group: object, options: dict[str, object], named: str
 ) -> None:
     wrapped = DataParallel(two_layers(), group=group, **options)
@@ -230,7 +230,7 @@ def test_what_needs_each_forward_is_refused_in_a_static_graph(
     with compiling(), pytest.raises(ConfigError, match=named) as caught:
         static(wrapped, share(batch(), group.rank))
     assert "paddle.jit.to_static(model)" in str(caught.value)
-    wrapped(share(batch(), group.rank))  # as ever
+    wrapped(share(batch(), group.rank))  # still works
     if named != "param_dtype":
         wrapped.eval()
         with compiling(), paddle.no_grad():

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, in paceline.paddle's join(): the reference is one process."""
+"""Ranks with different numbers of batches, in paceline.paddle's join(), against one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sgd(model: nn.Layer) -> None:
 
 
 def reference(data: list[list[paddle.Tensor]], divide_by_all: bool) -> nn.Layer:
-    """In each step the sum over the ranks that have a batch, divided by their number or by that of all."""
+    """Sum in each step over the ranks with a batch, and divide by their number or by that of all ranks."""
     alone = two_layers()
     alone.to(dtype="float64")
     for step in range(max(map(len, data))):
@@ -61,7 +61,7 @@ def test_join_gives_the_mean_over_all_or_over_those_with_data(
 ) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group, bucket_cap_mb=0.0001, **options)
-    # In the first epoch rank 0 has nothing at all; the second is even.
+    # In the first epoch rank 0 has no data; the second is even.
     for counts in ((0, 3, 1), (2, 2, 2), (3, 1, 0)):
         data = [batches(count, rank) for rank, count in enumerate(counts)]
         for parameter, start in zip(model.parameters(), two_layers().parameters(), strict=True):
@@ -72,16 +72,16 @@ def test_join_gives_the_mean_over_all_or_over_those_with_data(
                 squares(wrapped(x)).backward()
                 sgd(model)
         check(model, reference(data, divide_by_all))
-        everybodys = [group.all_gather(p.numpy()) for p in model.parameters()]
-        assert all(np.array_equal(rows[0], row) for rows in everybodys for row in rows)
+        by_rank = [group.all_gather(p.numpy()) for p in model.parameters()]
+        assert all(np.array_equal(rows[0], row) for rows in by_rank for row in rows)
     wrapped.clear_gradients()
-    wrapped(paddle.full([1, 4], 1.0 + group.rank)).sum().backward()  # and weighs as before
+    wrapped(paddle.full([1, 4], 1.0 + group.rank)).sum().backward()  # weights are as before join()
     assert_same_on_all_ranks(model, group)
     assert_array_equal(model[2].bias.grad.numpy(), [1, 1])
 
 
 @joined_ranks(2)
-def test_join_over_a_group_of_paddles(rank: int) -> None:
+def test_join_over_paddles_process_group(rank: int) -> None:
     join_paddle(rank)
     model = two_layers()
     wrapped = DataParallel(model, reduce_through="group")
@@ -95,7 +95,7 @@ def test_join_over_a_group_of_paddles(rank: int) -> None:
 
 
 @kept_ranks(2)
-def test_what_has_accumulated_is_kept_by_join(group: Any) -> None:
+def test_join_keeps_accumulated_gradients(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group)
     x = paddle.ones([1, 4])
@@ -107,7 +107,7 @@ def test_what_has_accumulated_is_kept_by_join(group: Any) -> None:
             wrapped(x).sum().backward()
             assert_array_equal(model[2].bias.grad.numpy(), [0.5, 0.5])
     wrapped(x).sum().backward()
-    # Rank 0 brings 1 of before and 1 of now, rank 1 what was left of its backward and 1 of now.
+    # Rank 0 adds 1 from no_sync() and 1 from now, rank 1 its 0.5 from join() and 1 from now.
     assert_array_equal(model[2].bias.grad.numpy(), [1.75, 1.75])
 
 
@@ -120,7 +120,7 @@ def test_join_may_throw_on_all_ranks(group: Any) -> None:
         for x in batches(1 + 2 * group.rank, group.rank):
             squares(wrapped(x)).backward()
     assert isinstance(caught.value, SkippedPassError) and caught.value.ranks == (0,)
-    with wrapped.join(throw_on_early_termination=True):  # as many batches on each
+    with wrapped.join(throw_on_early_termination=True):  # with equal numbers of batches
         for x in batches(2, group.rank):
             wrapped.clear_gradients()
             wrapped(x * 0 + 1.0 + group.rank).mean().backward()
@@ -141,8 +141,8 @@ def test_an_exception_within_join_is_not_the_end_of_data(group: Any) -> None:
 
 @paths
 @joined_ranks(2)
-def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, view: bool) -> None:
-    """In the order of most loops: backward, step, clear. The first gradient of the next epoch is right."""
+def test_uneven_data_restores_gradients(rank: int, path: str, view: bool) -> None:
+    """In loops of backward, step, clear, the first gradient of the next epoch is right."""
     join_paddle(rank)
     for clear in CLEARS.values():
         model = nn.Linear(1, 1, bias_attr=False)
@@ -163,7 +163,7 @@ def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, vie
                 optimizer.step()
                 clear(model)
             assert seen == ([] if rank else [40.0, 60.0])
-        wrapped(paddle.full([1, 1], 8.0)).sum().backward()  # loops that clear before a backward
+        wrapped(paddle.full([1, 1], 8.0)).sum().backward()  # as in loops that clear before a backward
         wrapped.finish()
         assert model.weight.grad.item() == 8.0
         if rank == 0:
@@ -177,7 +177,7 @@ def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, vie
 
 
 @kept_ranks(2)
-def test_uneven_data_leaves_sparse_gradients_as_it_found_them(group: Any) -> None:
+def test_uneven_data_restores_sparse_gradients(group: Any) -> None:
     model = Words(True)
     wrapped = DataParallel(model, group=group)
     words = paddle.to_tensor([1, 2])

@@ -1,4 +1,4 @@
-"""Parameters that a rank, or all, leave out of a backward, and what users of Paddle reported as broken."""
+"""Parameters that one rank or all ranks do not use in a backward, and bugs that Paddle's users reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.multiprocess.paddle_models import (
 
 
 class Doubled(paddle.autograd.PyLayer):
-    """An operation whose gradient users wrote."""
+    """An operator with a user-written gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -72,7 +72,7 @@ def test_a_shared_weight_and_a_pylayer(group: object, view: bool) -> None:
     close(model, alone)
 
 
-# On the CPU Paddle says that it has no mixed precision, and goes on without.
+# On the CPU, Paddle warns that it has no mixed precision, and computes without.
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @kept_ranks(2)
 def test_amp_and_its_scaler(group: object, level: str) -> None:
@@ -98,8 +98,8 @@ def test_amp_and_its_scaler(group: object, level: str) -> None:
 
 
 @kept_ranks(2)
-def test_a_model_that_one_rank_does_not_use_is_in_step_all_the_same(group: object) -> None:
-    """Two models in one process; rank 1 leaves one of them out, in a loss that it could have been in."""
+def test_a_model_that_one_rank_does_not_use_stays_equal(group: object) -> None:
+    """Two models in one process; rank 1 multiplies the loss of one of them by 0."""
     first, second = two_layers(), two_layers()
     wrapped = [DataParallel(model, group=group, find_unused_parameters=True) for model in (first, second)]
     own = share(batch(), group.rank)
@@ -123,8 +123,8 @@ PATHS = pytest.mark.parametrize(
 
 @PATHS
 @joined_ranks(2)
-def test_parameters_that_no_rank_uses_train_as_with_paddles_own(rank: int, path: str, view: bool) -> None:
-    """One warning names them, and their gradients stay away."""
+def test_parameters_that_no_rank_uses_train_like_with_paddles_class(rank: int, path: str, view: bool) -> None:
+    """One warning names them, and they get no gradients."""
     join_paddle(rank)
     ours, theirs, x = branches(), branches(), batch(4, 3)
     wrapped = DataParallel(ours, reduce_through=path, gradient_as_bucket_view=view)
@@ -146,7 +146,7 @@ def test_parameters_that_no_rank_uses_train_as_with_paddles_own(rank: int, path:
 
 @PATHS
 @joined_ranks(2)
-def test_what_no_rank_uses_keeps_its_gradient_and_what_one_rank_uses_raises(
+def test_gradients_of_globally_unused_parameters_are_kept_and_of_others_raise(
     rank: int, path: str, view: bool
 ) -> None:
     join_paddle(rank)
@@ -171,7 +171,7 @@ def test_what_no_rank_uses_keeps_its_gradient_and_what_one_rank_uses_raises(
         before = gradients(model)
         backward("left")
         assert wrapped.grad_norm() > 0
-    wrapped.clear_gradients()  # zeros stay zeros
+    wrapped.clear_gradients()  # zeros remain zeros
     backward("left")
     assert not model.right.weight.grad.numpy().any()
     alone = branches()
@@ -181,7 +181,7 @@ def test_what_no_rank_uses_keeps_its_gradient_and_what_one_rank_uses_raises(
 
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2)
-def test_a_rank_without_data_has_no_say_in_what_nobody_uses(group: object, view: bool) -> None:
+def test_a_rank_without_data_does_not_count_for_globally_unused_parameters(group: object, view: bool) -> None:
     model, x = branches(), paddle.full([1, 3], 2.0)
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
     with pytest.warns(RuntimeWarning, match="right.weight, right.bias"):
@@ -193,8 +193,8 @@ def test_a_rank_without_data_has_no_say_in_what_nobody_uses(group: object, view:
 
 
 @ranks(2, group=None)
-def test_a_model_that_one_rank_leaves_out_is_an_error_on_every_rank(rank: int) -> None:
-    """Rank 1 never calls the second model: rank 0 waits for it, up to the time-out, and goes no further."""
+def test_a_model_that_one_rank_skips_is_an_error_on_every_rank(rank: int) -> None:
+    """Rank 1 never calls the second model: rank 0 waits for it until the timeout, and raises."""
     with paceline.init(timeout_s=2.0, forming_timeout_s=60.0) as group:
         first, second = (DataParallel(two_layers(), group=group) for _ in range(2))
         own = share(batch(), rank)
@@ -207,23 +207,23 @@ def test_a_model_that_one_rank_leaves_out_is_an_error_on_every_rank(rank: int) -
 
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2)
-def test_clipping_sees_gradients_that_were_changed_past_paddle(group: object, view: bool) -> None:
+def test_clipping_uses_gradients_that_were_changed_behind_paddles_back(group: object, view: bool) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
-    wrapped.clip_grad_norm_(1.0)  # from now on gradients are watched
+    wrapped.clip_grad_norm_(1.0)  # watches the gradients from now on
     for parameter in (model[0].weight, model[-1].bias):
         for each in model.parameters():
             each.clear_grad()
         squares(wrapped(share(batch(), group.rank))).backward()
         memory = (ctypes.c_float * int(parameter.size)).from_address(parameter.grad.data_ptr())
-        np.frombuffer(memory, np.float32)[...] *= 0.01  # no copy
+        np.frombuffer(memory, np.float32)[...] *= 0.01  # changes them in place
         norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(model)))
         assert_allclose(float(wrapped.clip_grad_norm_(1e9)), norm, rtol=1e-5)
 
 
 @ranks(3, dies={2: signal.SIGKILL})
-def test_those_left_go_on_over_a_group_of_their_own(group):
-    """As docs/coming-from-paddle.md says."""
+def test_survivors_continue_over_a_new_group(group):
+    """The recipe of docs/coming-from-paddle.md."""
     pair = group.subgroup([0, 1])
     net = nn.Linear(4, 2, bias_attr=False)
     model = DataParallel(net, group=group)

@@ -1,4 +1,4 @@
-"""Paddle's DataParallel around ours, and ours around Paddle's: refused on every rank, before any gradient."""
+"""Paddle's DataParallel around Paceline's, or the reverse, is refused on every rank, before any gradient."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.multiprocess.paddle_models import join_paddle, joined_ranks, kept_ran
 
 
 @joined_ranks(2)
-def test_wrappers_of_paddle_around_ours_and_within(rank: int) -> None:
+def test_paddles_wrapper_around_pacelines_and_within(rank: int) -> None:
     join_paddle(rank)
     x = paddle.ones([1, 4])
     ours = DataParallel(nn.Linear(4, 2))
     for outer in (paddle.DataParallel(ours), paddle.DataParallel(nn.Sequential(ours, nn.Linear(2, 1)))):
         with paddle.no_grad():
-            outer(x)  # nothing is averaged here
+            outer(x)  # no gradients, so nothing is averaged
         with pytest.raises(ConfigError, match=r"paddle\.DataParallel is around") as caught:
             outer(x)
         assert "averaged twice" in str(caught.value)
@@ -32,7 +32,7 @@ def test_wrappers_of_paddle_around_ours_and_within(rank: int) -> None:
 
 
 @joined_ranks(2)
-def test_what_has_wrapped_is_named(rank: int) -> None:
+def test_the_call_that_wrapped_is_named(rank: int) -> None:
     join_paddle(rank)
     x = paddle.ones([1, 4])
     hapi = paddle.Model(DataParallel(nn.Linear(4, 2)))
@@ -42,7 +42,7 @@ def test_what_has_wrapped_is_named(rank: int) -> None:
     assert "paddle.Model (hapi) wraps the model as well" in str(caught.value)
     assert "`paddle.DataParallel = paceline.paddle.DataParallel`" in caught.value.hint
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Paddle's own groups
+        warnings.simplefilter("ignore")  # about Paddle's process groups
         fleet.init(is_collective=True)
     with pytest.raises(ConfigError, match=r"paddle\.DataParallel is around") as caught:
         fleet.distributed_model(DataParallel(nn.Linear(4, 2)))(x)
@@ -56,7 +56,7 @@ def test_what_has_wrapped_is_named(rank: int) -> None:
 
 
 @kept_ranks(2)
-def test_paddles_wrapper_that_averages_nothing_is_let_be(group: object) -> None:
+def test_paddles_wrapper_that_averages_nothing_is_allowed(group: object) -> None:
     with pytest.warns(UserWarning, match="single-card"):
         ours = DataParallel(paddle.DataParallel(nn.Linear(4, 2)), group=group)
     ours(paddle.ones([1, 4]) * (1 + group.rank)).sum().backward()

@@ -1,4 +1,4 @@
-"""paceline.paddle.DataParallel as a layer: its arguments, what it saves, forwards and lets go of."""
+"""paceline.paddle.DataParallel as a layer: its arguments, state, attributes and lifetime."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def test_a_single_process_may_have_nothing_to_train(rank: int) -> None:
 
 
 @ranks(1, group=None)
-def test_a_single_process_weighs_its_micro_batches(rank: int) -> None:
+def test_a_single_process_weights_its_micro_batches(rank: int) -> None:
     forget_launcher()
-    for way in ("auto", "group"):  # as on the CPU, and as on a GPU
+    for path in ("auto", "group"):  # as on the CPU, and as on a GPU
         model, alone, x = two_layers(), two_layers(), batch()
         with pytest.warns(RuntimeWarning, match="this process trains alone"):
-            wrapped = DataParallel(model, reduce_through=way)
+            wrapped = DataParallel(model, reduce_through=path)
         for part in (x[:2], x[2:]):
             with wrapped.no_sync() if len(part) == 2 else contextlib.nullcontext(), wrapped.weight(len(part)):
                 squares(wrapped(paddle.to_tensor(part))).backward()
         squares(alone(paddle.to_tensor(x))).backward()
         for ours, expected in zip(gradients(model), gradients(alone), strict=True):
             assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
-        assert wrapped.gradient_path == {"auto": "memory"}.get(way, way)
+        assert wrapped.gradient_path == {"auto": "memory"}.get(path, path)
         norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(alone)))
         assert_allclose(wrapped.grad_norm(), norm, rtol=1e-5)
 
 
 @ranks(1, group=None)
-def test_a_single_process_needs_views_only_where_it_averages(rank: int) -> None:
+def test_a_single_process_needs_views_only_if_it_averages(rank: int) -> None:
     os.environ["WORLD_SIZE"] = "1"
     paddle.set_flags({"FLAGS_use_stride_kernel": False})
     wrapped = DataParallel(two_layers())
@@ -96,7 +96,7 @@ def test_a_single_process_needs_views_only_where_it_averages(rank: int) -> None:
 
 
 @kept_ranks(2)
-def test_everybody_starts_with_rank_0s_values(group: object) -> None:
+def test_all_ranks_start_with_rank_0s_values(group: object) -> None:
     def build() -> nn.Layer:
         paddle.seed(group.rank)
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1D(3), nn.Linear(3, 3), nn.Linear(3, 2))
@@ -109,10 +109,10 @@ def test_everybody_starts_with_rank_0s_values(group: object) -> None:
     model = build()
     wrapped = DataParallel(model, group=group)
     assert_same_on_all_ranks(nn.Sequential(model[0], model[1], model[2]), group)
-    assert_array_equal(model[3].bias.numpy(), [group.rank] * 2)  # no_sync: left to each rank
+    assert_array_equal(model[3].bias.numpy(), [group.rank] * 2)  # no_sync: each rank keeps its own
     squares(wrapped(share(batch(), group.rank))).backward()
-    everybodys = group.all_gather(model[3].bias.grad.numpy())
-    assert not np.array_equal(everybodys[0], everybodys[1])
+    by_rank = group.all_gather(model[3].bias.grad.numpy())
+    assert not np.array_equal(by_rank[0], by_rank[1])
     DataParallel(build(), group=group, init_sync=False)
 
 
@@ -133,8 +133,8 @@ def test_running_statistics_are_rank_0s_after_each_backward(group: object, broad
     for _ in range(2):
         squares(wrapped(share(batch(), group.rank))).backward()
     for values in (model[0]._mean, model[0]._variance, model[0].seen):
-        everybodys = group.all_gather(values.numpy())
-        assert np.array_equal(everybodys[0], everybodys[1]) == broadcast
+        by_rank = group.all_gather(values.numpy())
+        assert np.array_equal(by_rank[0], by_rank[1]) == broadcast
 
 
 @kept_ranks(2)
@@ -163,14 +163,14 @@ def test_attributes_of_the_model_are_reached_through_the_wrapper(group: object) 
 
 
 @kept_ranks(2)
-def test_what_is_saved_has_the_models_own_names(group: object) -> None:
+def test_saved_state_has_the_models_own_names(group: object) -> None:
     model = two_layers()
     model.register_buffer("kept", paddle.ones([1]))
     wrapped = DataParallel(model, group=group)
     saved = wrapped.state_dict()
     assert list(saved) == list(model.state_dict()) == ["kept", "0.weight", "0.bias", "2.weight", "2.bias"]
     into: dict[str, object] = {}
-    models_own: dict[str, object] = {}  # Paddle 3.0 puts what sublayers hold into another dict
+    models_own: dict[str, object] = {}  # Paddle 3.0 puts the sublayers' state into another dict
     is_the_same = model.state_dict(models_own) is models_own
     assert (wrapped.state_dict(into) is into) == is_the_same
     assert list(into) == list(models_own)
@@ -182,7 +182,7 @@ def test_what_is_saved_has_the_models_own_names(group: object) -> None:
         assert load(values | {"other": values["kept"]}) == ([], ["other"])
     assert_array_equal(model[2].bias.numpy(), [2, 2])
     by_parameter = {model[2].bias.name: paddle.full([2], 5.0)}
-    with pytest.warns(UserWarning, match="Skip loading"):  # Paddle's own
+    with pytest.warns(UserWarning, match="Skip loading"):  # from Paddle
         missing, unexpected = wrapped.set_state_dict(by_parameter, use_structured_name=False)
     assert_array_equal(model[2].bias.numpy(), [5, 5])
     assert len(missing) == 4 and not unexpected
@@ -257,7 +257,7 @@ def test_deprecated_methods_do_nothing(group: object) -> None:
 
 @ranks(2, group=None)
 def test_a_strategy_for_one_rank_averages_nothing_as_in_paddle(rank: int) -> None:
-    """And says so; with more ranks, or none, it changes nothing."""
+    """It warns; a strategy for more ranks, or none, changes nothing."""
     join_paddle(rank)
     x = paddle.full([1, 4], 1.0 + rank)
     alone = paddle.distributed.parallel.ParallelStrategy()
@@ -277,7 +277,7 @@ def test_a_strategy_for_one_rank_averages_nothing_as_in_paddle(rank: int) -> Non
 
 @kept_ranks(2)
 def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
-    """Other names of ours shadow the model's; `module` is the way round."""
+    """Other names of Paceline's shadow the model's, which `module` still has."""
     model, x = nn.Linear(4, 1), paddle.full([1, 4], 1.0 + group.rank)
     model.finish = "the model's"
     wrapped = DataParallel(model, group=group, weight=1.0 + 2 * group.rank)
@@ -292,7 +292,7 @@ def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
 
 
 @kept_ranks(2)
-def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> None:
+def test_a_model_may_be_wrapped_again_and_a_wrapper_is_freed(group: object) -> None:
     model = two_layers()
     first = DataParallel(model, group=group)
     train(first, paddle.ones([1, 4]), steps=1)
@@ -305,7 +305,7 @@ def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> 
 
 
 @kept_ranks(2)
-def test_gradients_of_a_penalty_are_no_backward(group: object) -> None:
+def test_gradients_for_a_penalty_do_not_count_as_a_backward(group: object) -> None:
     model = two_layers()
     # The slope does not depend on the last bias.
     wrapped = DataParallel(model, group=group, find_unused_parameters=True)
@@ -323,7 +323,7 @@ def test_to_static(group: object) -> None:
     alone, x = two_layers(), batch()
     wrapped = DataParallel(layer, group=group)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Paddle's compiler
+        warnings.simplefilter("ignore")  # from Paddle's compiler
         output = wrapped(share(x, group.rank))
     squares(output).backward()
     squares(alone(paddle.to_tensor(x))).backward()

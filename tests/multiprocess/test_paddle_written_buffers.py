@@ -1,6 +1,6 @@
-"""Buffers that the program writes between two steps: Paddle's class leaves them to each rank.
+"""Buffers that the program writes between two steps, which Paddle's class leaves to each rank.
 
-So a step with different values is no error here, as it is in paceline.torch, but a warning.
+So a step with different values is only a warning here, and not an error as in paceline.torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Scaled(nn.Layer):
-    """Multiplies by a buffer; `own` is one that forward writes, and reads in the next."""
+    """Multiplies by a buffer; forward writes the buffer `own`, and the next forward reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def put(model: Scaled, value: float) -> None:
     model.factor.set_value(paddle.full([1], value))
 
 
-def put_anew(model: Scaled, value: float) -> None:
+def put_another(model: Scaled, value: float) -> None:
     model.factor = paddle.full([1], value)
 
 
@@ -50,7 +50,7 @@ def put_statistics(model: Scaled, value: float) -> None:
     model.norm._variance.set_value(paddle.full([4], value))
 
 
-WAYS = [put, put_anew, put_statistics]
+WRITES = [put, put_another, put_statistics]
 
 
 def gradients(wrapped: nn.Layer, rank: int, write: Any) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ def gradients(wrapped: nn.Layer, rank: int, write: Any) -> list[np.ndarray]:
 
 
 def alone(way: Any, rank: int, first: float = 2.0) -> list[np.ndarray]:
-    """What this rank's data gives, without the mean over the ranks."""
+    """Return the gradients of this rank's data, without the mean over the ranks."""
     model, found = Scaled(), []
     for step in range(STEPS):
         way(model, first**step)
@@ -79,7 +79,7 @@ def reset(wrapped: Any) -> None:
     wrapped._layers.own.set_value(paddle.zeros([4]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITES)
 @kept_ranks(2)
 def test_the_same_values_on_all_ranks_are_right(group: Any, way: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group)
@@ -95,7 +95,7 @@ def test_the_same_values_on_all_ranks_are_right(group: Any, way: Any) -> None:
         assert_allclose(got, (one + other) / 2, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITES)
 @kept_ranks(2)
 def test_other_values_are_reported_once_on_all_ranks(group: Any, way: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group)
@@ -112,9 +112,9 @@ def test_other_values_are_reported_once_on_all_ranks(group: Any, way: Any) -> No
         assert_allclose(got, (one + other) / 2, rtol=1e-4, atol=1e-5)  # as under Paddle's class
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITES)
 @kept_ranks(2)
-def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(group: Any, way: Any) -> None:
+def test_rank_0s_values_are_broadcast_in_forward_on_request(group: Any, way: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group, forward_sync_buffers=True)
 
     def write(step: int) -> None:
@@ -144,15 +144,15 @@ def test_the_flag_between_forward_and_backward(group: Any) -> None:
 
 
 @kept_ranks(2)
-def test_equal_values_that_one_rank_alone_sets_before_the_first_step(group: Any) -> None:
-    """Also of a buffer that the first forward writes, which has other values when the ranks compare."""
+def test_equal_values_that_one_rank_sets_before_the_first_step(group: Any) -> None:
+    """Also if the first forward writes the buffer, which then has other values when the ranks compare."""
     wrapped = DataParallel(Scaled(), group=group)
     if group.rank == 0:
         for buffer in wrapped._layers.buffers():
             before = buffer.numpy().copy()
             buffer.set_value(paddle.to_tensor(before + 1))
             buffer.set_value(paddle.to_tensor(before))
-        put_anew(wrapped._layers, 1.0)
+        put_another(wrapped._layers, 1.0)
         wrapped._layers.own = paddle.zeros([4])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -160,7 +160,7 @@ def test_equal_values_that_one_rank_alone_sets_before_the_first_step(group: Any)
 
 
 @kept_ranks(2)
-def test_estimates_of_a_spectral_norm_that_one_rank_alone_goes_on_with(group: Any) -> None:
+def test_estimates_of_a_spectral_norm_that_one_rank_advances(group: Any) -> None:
     paddle.seed(1)
     linear = nn.utils.spectral_norm(nn.Linear(4, 4))
     wrapped = DataParallel(nn.Sequential(linear, nn.Linear(4, 2)), group=group)
@@ -175,8 +175,8 @@ def test_estimates_of_a_spectral_norm_that_one_rank_alone_goes_on_with(group: An
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("end", ["finish", "join"])
 @joined_ranks(2)
-def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: str) -> None:
-    """A copy may count as a write, and the evaluation writes other values on each rank."""
+def test_the_final_model_of_uneven_data_does_not_count_as_a_write(rank: int, end: str, path: str) -> None:
+    """A copy may count as a write, and the evaluation writes different values on each rank."""
     join_paddle(rank)
     wrapped = DataParallel(Scaled(), reduce_through=path)
     x = share(batch(), rank)
@@ -196,7 +196,7 @@ def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: 
 @pytest.mark.parametrize("is_in_training", [False, True])
 @kept_ranks(2)
 def test_a_forward_that_writes_over_what_all_ranks_have_written(group: Any, is_in_training: bool) -> None:
-    """Whether it is an evaluation in training mode, or of another wrapped model."""
+    """The forward is an evaluation in training mode, or one of another wrapped model."""
     shared, x = Scaled(), share(batch(), group.rank)
     first = DataParallel(nn.Sequential(shared), group=group)
     second = DataParallel(nn.Sequential(shared), group=group)

@@ -1,4 +1,4 @@
-"""What is wrong on one rank alone is reported on every rank, with Paddle."""
+"""An error on one rank is reported on every rank, with Paddle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.multiprocess.paddle_models import join_paddle, joined_ranks, kept_ran
 
 @kept_ranks(2)
 def test_arguments_over_a_group(group: Group) -> None:
-    for wrong, said in (
+    for wrong, words in (
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big'"),
         ({"buffers": "average"}, "buffers='average'"),
         ({"layers": None}, "layers=None"),
@@ -30,7 +30,7 @@ def test_arguments_over_a_group(group: Group) -> None:
         given = {"layers": nn.Linear(2, 2), "group": group, "timeout_s": 300.0}
         with pytest.raises(ConfigError) as caught:
             DataParallel(**given | (wrong if group.rank == 1 else {}))
-        assert said in str(caught.value)
+        assert words in str(caught.value)
         if group.rank == 0:
             assert "Rank 1 of 2 could not wrap" in str(caught.value)
     model = DataParallel(nn.Linear(2, 2), group=group)
@@ -56,13 +56,13 @@ def test_paddle_that_copies_instead_of_making_views(group: Group, wrong_on: set[
     reason="Paddle 3.1 makes a group on all ranks whenever a mesh is asked for its own",
 )
 @joined_ranks(2)
-def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
+def test_other_wrong_arguments_beside_a_mesh_are_reported_on_every_rank(rank: int) -> None:
     join_paddle(rank)
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     frozen = nn.Linear(2, 2)
     for parameter in frozen.parameters():
         parameter.stop_gradient = True
-    for wrong, said in (
+    for wrong, words in (
         ({"init_sync_buffers": "yes"}, "init_sync_buffers='yes'"),
         ({"group": "gloo"}, "group='gloo'"),
         ({"group": dist.get_group()}, "both name the ranks"),
@@ -71,6 +71,6 @@ def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
         given = {"layers": nn.Linear(2, 2), "device_mesh": mesh, "timeout_s": 300.0}
         with pytest.raises(ConfigError) as caught:
             DataParallel(**given | (wrong if rank == 1 else {}))
-        assert said in str(caught.value)
+        assert words in str(caught.value)
     model = DataParallel(nn.Linear(2, 2), device_mesh=mesh)
     model(paddle.ones([1, 2])).sum().backward()

@@ -1,4 +1,4 @@
-"""Ranks of one host whose gradients go over a process group: who is lost or late has a name all the same."""
+"""Ranks of one host whose gradients go over a process group: errors still name the lost or late rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
 PATIENT_S = 60.0
-ASKED_S = 4.0  # the backward passes before the one that a rank does not come to are made within it too
+ASKED_S = 4.0  # also bounds the backwards before the one that a rank skips
 
 both = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
 
 def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
-    """A wrapped network that has made a backward over Gloo, and what makes another one."""
+    """Return a function that makes a backward over Gloo; the model has made one already."""
     if framework == "torch":
         import torch
 
@@ -49,7 +49,7 @@ def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
         do.backward(do.loss(model, batch()))
 
     one_backward()
-    # The first backward ends in calls of its own, in which others may still be when this rank is through.
+    # The first backward ends in extra calls, in which other ranks may be when this rank has finished.
     meet("through", rank)
     return one_backward
 
@@ -72,7 +72,7 @@ def test_a_rank_that_raises(rank, framework):
     one_backward = model_of(rank, framework)
     if rank == 1:
         error = ValueError("the cause")
-        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
+        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches the exception
         raise error
     with pytest.raises(PeerLostError) as caught:
         one_backward()
@@ -82,7 +82,7 @@ def test_a_rank_that_raises(rank, framework):
 
 @both
 @ranks(3, group=None, framework="framework", dies={1: SystemExit})
-def test_a_rank_that_leaves(rank, framework):
+def test_a_rank_that_exits(rank, framework):
     one_backward = model_of(rank, framework)
     if rank == 1:
         raise SystemExit(0)
@@ -93,11 +93,11 @@ def test_a_rank_that_leaves(rank, framework):
 
 @both
 @ranks(3, group=None, framework="framework", dies={1: signal.SIGKILL})
-def test_a_rank_that_does_not_come(rank, framework):
+def test_a_rank_that_skips_a_backward(rank, framework):
     one_backward = model_of(rank, framework, ASKED_S)
     if rank == 1:
         until_told("raised", (0, 2))
-        os.kill(os.getpid(), signal.SIGKILL)  # Paddle's threads would wait 30 s more
+        os.kill(os.getpid(), signal.SIGKILL)  # otherwise Paddle's threads would wait 30 s more
     with pytest.raises(DeadlineError) as caught:
         one_backward()
     tell("raised", rank)
@@ -124,7 +124,7 @@ def test_with_a_communication_hook(rank):
 
 @both
 @ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
-def test_on_two_hosts_the_control_channel_knows(rank, framework):
+def test_on_two_hosts_the_control_channel_detects_it(rank, framework):
     be_on_host(rank)
     one_backward = model_of(rank, framework)
     if rank == 1:
@@ -136,22 +136,22 @@ def test_on_two_hosts_the_control_channel_knows(rank, framework):
 
 @both
 @ranks(2, group=None, framework="framework")
-def test_without_memory_rank_0_says_that_lost_ranks_have_no_name(rank, framework):
-    said: list[logging.LogRecord] = []
+def test_without_memory_rank_0_warns_that_errors_cannot_name_ranks(rank, framework):
+    logged: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = said.append
+    handler.emit = logged.append
     logging.getLogger("paceline").addHandler(handler)
-    if rank == 0:  # which makes the memory
+    if rank == 0:  # rank 0 creates the memory
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     model_of(rank, framework)()
-    texts = [record.getMessage() for record in said if "is lost or late" in record.getMessage()]
+    texts = [record.getMessage() for record in logged if "is lost or late" in record.getMessage()]
     assert len(texts) == (rank == 0)
     assert all("Rank 0 could not take the shared memory" in text and "ulimit -f" in text for text in texts)
 
 
 @both
 @ranks(2, group=None, framework="framework", dies={1: RegionError})
-def test_a_rank_without_a_thread_for_the_control_channel_tells_the_others(rank, framework, monkeypatch):
+def test_a_rank_that_cannot_start_the_control_channel_is_reported(rank, framework, monkeypatch):
     be_on_host(rank)
 
     def refuse(thread):

@@ -37,7 +37,7 @@ from tests.several_hosts import be_on_host
 __all__ = ["warm_writer"]  # a fixture
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
-stopped_ranks = functools.partial(ranks, deadline_s=2 * _PATIENCE_S)  # of processes that end then
+stopped_ranks = functools.partial(ranks, deadline_s=2 * _PATIENCE_S)  # for processes that end in the test
 
 
 @frameworks
@@ -54,7 +54,7 @@ def test_a_checkpointer_saves_the_step_and_exits(
         run.step()
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        checkpointer.step()  # not all ranks know it yet
+        checkpointer.step()  # not all ranks have received it yet
         with pytest.raises(SystemExit) as ended:
             take_steps(run, checkpointer, STEPS)
     assert ended.value.code == PREEMPTED
@@ -75,16 +75,14 @@ def test_a_single_rank_stops_after_its_step(
     run = begin(framework, group)
     with paceline.Checkpointer(tmp_path, run.ddp) as checkpointer:
         os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR1)  # as schedulers repeat it
+        os.kill(os.getpid(), signal.SIGUSR1)  # again, as schedulers do
         with pytest.raises(SystemExit) as ended:
             take_steps(run, checkpointer, 1)
     assert ended.value.code == PREEMPTED and names_in(tmp_path) == files_of(framework, 1)
 
 
 @stopped_ranks(2)
-def test_the_stop_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
-    group: Group, tmp_path: Path
-) -> None:
+def test_the_stop_ends_at_the_models_timeout_if_the_writer_hangs(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group, timeout_s=6)
     checkpointer = paceline.Checkpointer(tmp_path, run.ddp)
     take_steps(run, checkpointer, 1)
@@ -141,17 +139,17 @@ def test_a_callback_is_called_on_all_ranks_before_the_same_forward(
 
 
 @kept_ranks(1)
-def test_what_is_no_callback_is_refused(group: Group) -> None:
+def test_a_callback_that_cannot_be_called_is_refused(group: Group) -> None:
     with pytest.raises(ConfigError, match="on_preemption"):
         begin("torch", group).ddp.on_preemption(5)
 
 
 @patient_ranks(1)
-def test_forked_children_end_by_the_signal(group: Group, tmp_path: Path) -> None:
-    """As those of a pool or a loader, which are ended so."""
+def test_the_signal_ends_forked_children(group: Group, tmp_path: Path) -> None:
+    """As a pool or a loader ends its processes."""
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp):
-        for _ in range(100):  # Python forgets a signal that comes before the child runs
+        for _ in range(100):  # Python loses a signal that arrives before the child runs
             if (child := os.fork()) == 0:
                 time.sleep(5.0)
                 os._exit(1)

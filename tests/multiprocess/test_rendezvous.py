@@ -1,4 +1,4 @@
-"""How ranks find each other, and what each of them is told when they do not."""
+"""How ranks find each other, and the errors that they raise if they cannot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def init(rank, world_size, **options):
 
 
 def error_of(call):
-    """What `call` raises, and after how long."""
+    """Return the error that `call` raises, and the seconds it took."""
     started = time.monotonic()
     with pytest.raises(RendezvousError) as caught:
         call()
@@ -34,7 +34,7 @@ def error_of(call):
 
 
 @ranks(3, group=None)
-def test_forming_again_and_again_leaves_nothing(rank):
+def test_forming_groups_repeatedly_leaks_nothing(rank):
     init(rank, 3).close()
     before = files_and_threads()
     for repeat in range(20):
@@ -78,7 +78,7 @@ def test_wrong_arguments_are_refused_at_once(arguments, problem):
 
 
 def start_without(group, absent):
-    """All have started by now: none is late because its process was."""
+    """All processes run before this, so no rank is late because its process started late."""
     if group.rank == absent:
         return None
     error, waited_s = error_of(lambda: init(group.rank, 4, name="without one", timeout_s=1.0))
@@ -86,37 +86,37 @@ def start_without(group, absent):
 
 
 @pytest.mark.parametrize("absent", [0, 2, 3])
-def test_a_missing_rank_is_named_on_every_other(absent):
-    for rank, answer in enumerate(run_ranks(start_without, 4, {"absent": absent})):
+def test_a_missing_rank_is_named_on_every_other_rank(absent):
+    for rank, result in enumerate(run_ranks(start_without, 4, {"absent": absent})):
         if rank == absent:
             continue
-        missing, text, waited_s = answer
+        missing, text, waited_s = result
         assert missing == (absent,)
         assert f"rank {absent}" in text.lower()
         assert waited_s < 20
-        if 0 in (rank, absent):  # others learn it from rank 0, which may have begun before them
+        if 0 in (rank, absent):  # other ranks learn it from rank 0, which may have begun before them
             assert waited_s > 0.8
 
 
 @ranks(2, group=None)
-def test_who_waits_says_for_whom(rank, monkeypatch):
+def test_a_waiting_rank_prints_for_which_ranks(rank, monkeypatch):
     monkeypatch.setattr("paceline.rendezvous.hub._SAY_EVERY_S", 0.05)
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(RendezvousError):
+    with contextlib.redirect_stderr(io.StringIO()) as output, pytest.raises(RendezvousError):
         init(rank, 2, name=f"of rank {rank} alone", timeout_s=0.5)
-    whom = ("rank 1", "rank 0 to come on this host")[rank]
-    assert f"paceline: rank {rank} of 2 on host " in said.getvalue()
-    assert f"has waited 0 s for {whom}\n" in said.getvalue()
+    awaited = ("rank 1", "rank 0 to come on this host")[rank]
+    assert f"paceline: rank {rank} of 2 on host " in output.getvalue()
+    assert f"has waited 0 s for {awaited}\n" in output.getvalue()
 
 
 @ranks(1, group=None)
-def test_who_waits_for_another_host_says_that_it_connects_one(rank, monkeypatch):
+def test_a_rank_that_waits_for_another_host_prints_that_init_connects_one_host(rank, monkeypatch):
     monkeypatch.setattr("paceline.rendezvous.hub._SAY_EVERY_S", 0.05)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(RendezvousError):
+    with contextlib.redirect_stderr(io.StringIO()) as output, pytest.raises(RendezvousError):
         paceline.init(timeout_s=0.5)
     assert "for rank 1; the launcher has started 1 of 2 ranks on this host, and paceline.init()" in (
-        said.getvalue()
+        output.getvalue()
     )
 
 
@@ -129,7 +129,7 @@ def test_hosts_of_a_launcher_that_are_one_machine_connect(rank, monkeypatch):
 
 
 @ranks(3)
-def test_a_wrong_world_size_stops_all_that_came(group):
+def test_a_wrong_world_size_stops_all_ranks(group):
     rank = group.rank
     error, _ = error_of(lambda: init(rank, 4 if rank == 1 else 3, name="of 3 or 4", timeout_s=2.0))
     if rank == 0:
@@ -141,7 +141,7 @@ def test_a_wrong_world_size_stops_all_that_came(group):
 
 @ranks(4, group=None)
 def test_a_second_process_with_the_same_rank_is_refused(rank):
-    """Processes 1 and 3 both say they are rank 1; whoever is refused comes again as rank 2."""
+    """Processes 1 and 3 both claim rank 1; the one that is refused joins as rank 2."""
     if rank == 2:
         return
     with init(0, 3) if rank == 0 else first_as(1, 2) as group:
@@ -164,7 +164,7 @@ def test_a_second_rank_zero_is_refused(rank):
 
 @ranks(2, group=None)
 def test_two_jobs_at_one_address_are_kept_apart(rank):
-    """Both are rank 0 of a job of two; the later one is refused, learns whose address it is, and joins."""
+    """Both are rank 0 of a job of two; the later one is refused, learns the other job's id, and joins it."""
     jobs = ("blue", "green")
     address = f"127.0.0.1:{os.environ['MASTER_PORT']}"
     try:
@@ -181,7 +181,7 @@ def test_two_jobs_at_one_address_are_kept_apart(rank):
 
 @ranks(4)
 def test_groups_of_one_job_form_at_the_same_time(group):
-    """Several threads of each rank form groups with different names, and in different orders."""
+    """In each rank, several threads form groups with different names, in different orders."""
     formed = {}
 
     def form(name):
@@ -200,7 +200,7 @@ def test_groups_of_one_job_form_at_the_same_time(group):
 
 
 @ranks(3, group=None)
-def test_the_exchange_hands_everybody_everything(rank):
+def test_the_exchange_gathers_all_payloads_on_all_ranks(rank):
     job_id = os.environ["PACELINE_JOB_ID"]
     with HubExchange(rank, 3, key="here", job_id=job_id, name="x", timeout_s=30) as exchange:
         assert (exchange.rank, exchange.world_size) == (rank, 3)
