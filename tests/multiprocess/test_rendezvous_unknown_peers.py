@@ -1,4 +1,4 @@
-"""Whoever else speaks at the rendezvous address, or dies there, does not harm or hang the job."""
+"""Unknown peers at the rendezvous address, and ranks that die there, do not harm or hang the job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rendezvous_address():
 
 
 def dial(address=None):
-    """A connection to rank 0's rendezvous address, as soon as it is there."""
+    """Connect to rank 0's rendezvous address as soon as it exists."""
     address = address or rendezvous_address()
     deadline = Deadline(60)
     while True:
@@ -71,8 +71,8 @@ GARBAGE = [
     frame(2, b"welcome"),
     frame(99, b"?"),
     (1).to_bytes(1, "little") + (1 << 60).to_bytes(8, "little"),
-    frame(1, b"x")[:5],  # and no more: half a message
-    frame(1, b"[" * 50_000),  # deeper than anybody may nest
+    frame(1, b"x")[:5],  # half a message, and nothing after it
+    frame(1, b"[" * 50_000),  # nested too deeply
     frame(1, b"x" * 70_000),  # longer than a hello may be
     frame(1, b"\xff\xfe\x00"),
     frame(1, b"{}") + b"and more",
@@ -80,13 +80,13 @@ GARBAGE = [
 
 
 @ranks(2, group=None)
-def test_unknown_peers_are_turned_away(rank):
+def test_unknown_peers_are_rejected(rank):
     if rank == 0:
         group = init(0, 2)
     else:
-        silent = [dial() for _ in range(3)]  # say nothing, and stay
+        silent = [dial() for _ in range(3)]  # send nothing, and stay connected
         for garbage in GARBAGE:
-            with dial() as peer, contextlib.suppress(OSError):  # rank 0 hangs up on some
+            with dial() as peer, contextlib.suppress(OSError):  # rank 0 closes some of them
                 peer.sendall(garbage)
         started = time.monotonic()
         group = init(1, 2)
@@ -98,8 +98,8 @@ def test_unknown_peers_are_turned_away(rank):
 
 
 @ranks(2, group=None)
-def test_who_speaks_one_byte_at_a_time_holds_nobody_up(rank):
-    """However slow: here, a byte for every time that rank 1 could have said its whole hello."""
+def test_peers_that_send_one_byte_at_a_time_do_not_delay_ranks(rank):
+    """However slowly: they send one byte in the time in which rank 1 could send its whole hello."""
     if rank == 0:
         group = init(0, 2)
     else:
@@ -115,8 +115,8 @@ def test_who_speaks_one_byte_at_a_time_holds_nobody_up(rank):
 
 
 @ranks(2, group=None)
-def test_a_rank_that_is_told_to_come_again_does(rank):
-    """As rank 0 tells the oldest of too many connections that have said nothing yet."""
+def test_a_rank_connects_again_on_request(rank):
+    """Rank 0 sends FULL to the oldest of too many connections that have sent nothing yet."""
     if rank == 0:
         with listen(rendezvous_address()[1:]) as listener:
             peer, _ = listener.accept()
@@ -128,7 +128,7 @@ def test_a_rank_that_is_told_to_come_again_does(rank):
 
 
 def flood(count, address):
-    """Connections that say nothing."""
+    """Open connections that send nothing."""
     return [dial(address) for _ in range(count)]
 
 
@@ -148,7 +148,7 @@ def test_more_connections_than_rank_0_has_descriptors_for(rank, user):
     else:
         done = multiprocessing.get_context("fork").Event()
         stay = multiprocessing.get_context("fork").Event()
-        address = rendezvous_address()  # anybody can compute it
+        address = rendezvous_address()  # any process can compute it
 
         def attack():
             os.setuid(65534)
@@ -168,8 +168,8 @@ def test_more_connections_than_rank_0_has_descriptors_for(rank, user):
 
 
 @ranks(2, group=None)
-def test_only_so_many_connections_may_be_silent(rank):
-    """However many descriptors there are: those that have been silent for longest are closed."""
+def test_the_number_of_silent_connections_is_limited(rank):
+    """However many descriptors there are: the connections that were silent the longest are closed."""
     if rank == 1:
         silent = flood(200, rendezvous_address())
         assert receive_frame(silent[0], Deadline(30)) == (Frame.FULL, b"")
@@ -181,18 +181,18 @@ def test_only_so_many_connections_may_be_silent(rank):
         group.barrier()
 
 
-def die_as(rank, who):
-    """Rank `who` of 3 dies in the middle of the rendezvous; the others tell what they learned, and when."""
-    if rank == who == 0:
+def die_as(rank, dying):
+    """Rank `dying` of 3 dies in the middle of the rendezvous; the others return their errors and waits."""
+    if rank == dying == 0:
         listener = listen(hub_address(os.environ["PACELINE_JOB_ID"], "world"), 3)
         for _ in range(2):
             peer, _ = listener.accept()
             receive_frame(peer, Deadline(60))
         os._exit(9)
-    if rank == who:
+    if rank == dying:
         peer = dial()
         send_frame(peer, Frame.HELLO, json.dumps(asdict(hello_of(rank, 3))).encode(), Deadline(60))
-        receive_frame(peer, Deadline(60))  # everybody has come
+        receive_frame(peer, Deadline(60))  # all ranks have connected
         os._exit(9)
     started = time.monotonic()
     try:
@@ -201,17 +201,17 @@ def die_as(rank, who):
         return error.missing, str(error), time.monotonic() - started
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_death_during_the_rendezvous_is_reported_at_once(who):
-    answers = run_ranks(die_as, 3, {"who": who}, group=None, dies={who: 9})
-    for missing, text, waited_s in (answer for answer in answers if answer is not None):
-        assert missing == (who,)
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_death_during_the_rendezvous_is_reported_at_once(dying):
+    results = run_ranks(die_as, 3, {"dying": dying}, group=None, dies={dying: 9})
+    for missing, text, waited_s in (result for result in results if result is not None):
+        assert missing == (dying,)
         assert "lost" in text
         assert waited_s < 60
 
 
 def fail_to_map(rank, how):
-    """Rank 1 has the region's descriptor, and then dies, or cannot map it."""
+    """Rank 1 has received the region's descriptor; then it dies, or cannot map the region."""
     if rank == 1:
 
         def fail(*_args, **_options):
@@ -236,16 +236,16 @@ def test_a_rank_that_cannot_map_the_region_is_reported_on_all():
 
 
 def test_a_rank_that_dies_before_it_maps_the_region():
-    answers = run_ranks(fail_to_map, 3, {"how": "dies"}, group=None, dies={1: 9})
-    for kind, text, waited_s in (answers[0], answers[2]):
+    results = run_ranks(fail_to_map, 3, {"how": "dies"}, group=None, dies={1: 9})
+    for kind, text, waited_s in (results[0], results[2]):
         assert kind is RendezvousError
         assert "Rank 1 of 3 was lost" in text
         assert waited_s < 60
 
 
 @ranks(2, group=None)
-def test_a_region_of_another_job_is_not_taken(rank):
-    """The nonce proves that the memory is the announced one."""
+def test_a_region_of_another_job_is_refused(rank):
+    """The nonce shows whether the memory is the announced one."""
     nonce = bytes(range(16))
     fd = _core.create_region(1, nonce)
     assert _core.region_nonce(fd) == nonce
@@ -268,7 +268,7 @@ def test_a_region_of_another_job_is_not_taken(rank):
 
 @ranks(2, group=None)
 def test_the_region_is_received_close_on_exec(rank):
-    """At once: a program that another thread starts just then must not inherit it."""
+    """From the start: a program that another thread starts meanwhile must not inherit it."""
     inheritable = []
 
     def check(fd, nonce, check_nonce=shared_memory._check_nonce):
@@ -281,7 +281,7 @@ def test_the_region_is_received_close_on_exec(rank):
 
 
 def refuse_to_share(rank, has_boot_id):
-    """Rank 1 is on the host of rank 0, and cannot take its memory."""
+    """Rank 1 is on rank 0's host, but cannot receive its memory."""
     if rank == 1:
 
         def refuse(*_args):
@@ -290,11 +290,11 @@ def refuse_to_share(rank, has_boot_id):
         shared_memory.take_descriptor = refuse
     if not has_boot_id:
         shared_memory._host_hint = lambda: ("/4026531840/0", Reason("could not read the boot id"))
-    said = io.StringIO()
-    logging.getLogger("paceline").addHandler(logging.StreamHandler(said))
+    logged = io.StringIO()
+    logging.getLogger("paceline").addHandler(logging.StreamHandler(logged))
     with pytest.raises(PacelineError) as caught:
         init(rank, 3)
-    return type(caught.value), str(caught.value), said.getvalue()
+    return type(caught.value), str(caught.value), logged.getvalue()
 
 
 def test_ranks_of_one_host_that_share_no_memory_are_an_error_on_all():
@@ -307,10 +307,10 @@ def test_ranks_of_one_host_that_share_no_memory_are_an_error_on_all():
 
 
 def test_ranks_that_may_be_on_one_host_count_as_several_with_a_warning():
-    """Where the boot id is hidden, an equal hint proves nothing."""
-    answers = run_ranks(refuse_to_share, 3, {"has_boot_id": False}, group=None)
-    for rank, (kind, text, said) in enumerate(answers):
+    """If the boot id is hidden, equal hints do not prove that the host is the same."""
+    results = run_ranks(refuse_to_share, 3, {"has_boot_id": False}, group=None)
+    for rank, (kind, text, logged) in enumerate(results):
         assert kind is RendezvousError
         assert "ranks 0, 2; rank 1" in text
-        assert ("rank 1 of 3 counts as a host of its own" in said) == (rank == 1)
-        assert ("could not take it from rank 0: [Errno 1] Operation not permitted" in said) == (rank == 1)
+        assert ("rank 1 of 3 counts as a host of its own" in logged) == (rank == 1)
+        assert ("could not take it from rank 0: [Errno 1] Operation not permitted" in logged) == (rank == 1)

@@ -1,6 +1,7 @@
-"""Samplers inside loaders with workers, which fetch ahead: torch's DataLoader and torchdata's.
+"""Samplers in loaders whose workers prefetch: torch's DataLoader and torchdata's.
 
-Without the harness: in its ranks, which watch their parent by signals, torch takes seconds to end workers.
+Most tests run without the harness: its ranks watch their parent by signals, and torch takes seconds to end
+workers there.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 needs_torchdata = pytest.mark.skipif(
     importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed"
 )
-# Newer Pythons warn of forks beside threads, which is what torch's loader does.
+# Newer Pythons warn about a fork in a process with threads, which torch's loader does.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 LENGTH = 103
 
 
 @needs_torch
 @ranks(2, group="gloo")
-def test_torch_distributed_says_the_rank(rank: int) -> None:
+def test_the_rank_comes_from_torch_distributed(rank: int) -> None:
     import torch
 
     sampler = DistributedSampler(range(LENGTH))
@@ -69,7 +70,7 @@ def test_each_step_of_loaders_with_workers_has_the_same_samples_on_any_number_of
 
 @needs_torch
 @pytest.mark.parametrize("rank", [0, 1])
-def test_workers_fetch_ahead_and_states_do_not_count_it(rank: int) -> None:
+def test_states_do_not_count_what_workers_prefetch(rank: int) -> None:
     from torch.utils.data import DataLoader
 
     sampler = DistributedSampler(range(LENGTH), 2, rank, seed=2, pad=False)
@@ -80,13 +81,13 @@ def test_workers_fetch_ahead_and_states_do_not_count_it(rank: int) -> None:
         sampler.commit(len(batch))
     state = sampler.state_dict()
     assert state["position"] == 40
-    # The rest, on one rank alone.
+    # The rest, on one rank.
     resumed = DistributedSampler(range(LENGTH), 1, 0, seed=2, pad=False)
     resumed.load_state_dict(state)
     rest = [i for batch in DataLoader(range(LENGTH), 5, sampler=resumed) for i in batch.tolist()]
     whole = list(DistributedSampler(range(LENGTH), 1, 0, seed=2))
     assert whole[:40][rank::2] == seen and whole[40:] == rest
-    # The next iteration of the loader is the next epoch, which nobody has set.
+    # Without a call of set_epoch, the loader's next iteration is the next epoch.
     second = [i for batch in loader for i in batch.tolist()]
     chosen = DistributedSampler(range(LENGTH), 2, rank, seed=2, pad=False)
     chosen.set_epoch(1)
@@ -141,10 +142,10 @@ def stateful_loader(kind: str, world_size: int, rank: int, workers: int) -> Any:
 @needs_torchdata
 @pytest.mark.parametrize("kind", ["samples", "batches"])
 @pytest.mark.parametrize("workers", [0, 2])
-# It uses what newer versions of torch deprecate.
+# torchdata uses what newer versions of torch deprecate.
 @pytest.mark.filterwarnings("ignore")
-def test_stateful_data_loader_keeps_its_place(kind: str, workers: int) -> None:
-    """Its state, of rank 0, goes on with another number of ranks too."""
+def test_stateful_data_loader_resumes_at_its_position(kind: str, workers: int) -> None:
+    """Rank 0's state continues, also with another number of ranks."""
     seen: list[int] = []
     state: dict[str, object] | None = None
     for world_size, batches in ((2, 3), (2, 2), (3, 2), (1, None)):

@@ -1,4 +1,4 @@
-"""Jobs killed by SIGKILL at random steps go on with other numbers of ranks: each sample committed once."""
+"""Jobs killed by SIGKILL at random steps resume on other numbers of ranks: each sample is committed once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.multiprocess.sampler_lives import LENGTH
 
 
 @pytest.mark.parametrize(("kind", "kills"), [("samples", 25), ("batches", 10)])
-def test_kills_lose_and_repeat_nothing(tmp_path: Path, kind: str, kills: int) -> None:
+def test_kills_lose_and_repeat_no_samples(tmp_path: Path, kind: str, kills: int) -> None:
     program = [sys.executable, "-m", "tests.multiprocess.sampler_lives", str(tmp_path), kind, str(kills), "7"]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stderr

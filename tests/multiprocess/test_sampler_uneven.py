@@ -1,4 +1,4 @@
-"""Ranks whose samplers end at different times train what one process does with the whole global batches."""
+"""Ranks whose samplers end at different times train like one process with the whole global batches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import bits, two_layers
 
 LENGTH = 13
-# Batches of 4 samples in all: rank 0 has 2, 2, 2, 1 and rank 1 has 2, 2, 2. Batches of 3 are 2 and 1 samples
-# in each step, and then 1 on rank 0 alone.
+# Global batches of 4 samples: rank 0 has 2, 2, 2, 1 and rank 1 has 2, 2, 2. Global batches of 3 samples: 2
+# and 1 samples in each step, and then 1 on rank 0 alone.
 STEPS = {"samples": (4, 3), "batches": (5, 4)}
 EPOCHS = 2
 
@@ -57,7 +57,7 @@ def one_process(model: nn.Module, kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["samples", "batches"])
 @kept_ranks(2, group="gloo")
-def test_finished_ends_an_epoch_without_padding(rank: int, kind: str) -> None:
+def test_finish_and_iterate_end_an_epoch_without_padding(rank: int, kind: str) -> None:
     model = two_layers()
     expected = one_process(model, kind)
     ddp = DistributedDataParallel(model)
@@ -79,7 +79,7 @@ def test_finished_ends_an_epoch_without_padding(rank: int, kind: str) -> None:
     gathered: list[Any] = [None] * 2
     dist.all_gather_object(gathered, bits(model))
     assert gathered[0] == gathered[1]
-    # And each prediction once, in order.
+    # Each prediction comes once, in order.
     sampler = EvaluationSampler(data())
     with torch.no_grad():
         rows = [ddp.module(x) for (x,) in DataLoader(data(), 2, sampler=sampler)]

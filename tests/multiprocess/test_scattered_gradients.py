@@ -1,4 +1,4 @@
-"""reduce="scatter": each rank gets the part of the mean gradients that its ShardedOptimizer needs."""
+"""reduce="scatter": each rank gets the shard of the mean gradients that its ShardedOptimizer needs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and first.equal(second)
 
 
-class Strange(nn.Module):
-    """Tied, frozen, unused, empty, complex and transposed parameters, 16 bits, several segments."""
+class ManyKinds(nn.Module):
+    """Tied, frozen, unused, empty, complex and transposed parameters, 16 bits, and several segments."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(9, 70)
-        self.large = nn.Parameter(torch.randn(70, 700) / 30)  # 2.99 segments of the core
+        self.large = nn.Parameter(torch.randn(70, 700) / 30)  # 2.99 of the core's segments
         self.last = nn.Linear(700, 70)
         self.tied = nn.Linear(9, 70)
         self.tied.weight = self.first.weight
@@ -71,7 +71,7 @@ def loop(ddp: Any, optimizer: Any, rank: int, steps: int, between: Callable[[Any
 @kept_ranks(3, group="gloo")
 def test_the_bits_are_those_of_whole_gradients(rank: int) -> None:
     def clip(ddp: Any, step: int) -> None:
-        """By the norm that the backward has found, in both ways."""
+        """Clip by the norm that the backward computed, with either kind of gradients."""
         if step % 3 == 1:
             limit, norm = 0.5 * ddp.grad_norm(), ddp.grad_norm()
             if ddp._config.scatters:
@@ -86,11 +86,11 @@ def test_the_bits_are_those_of_whole_gradients(rank: int) -> None:
         (Whole, {}, {}),
     ]
     for optimizer_class, options, more in cases:
-        replica = DistributedDataParallel(Strange(), find_unused_parameters=True, **more)
+        replica = DistributedDataParallel(ManyKinds(), find_unused_parameters=True, **more)
         norms = loop(replica, optimizer_class(replica.parameters(), **options), rank, 5, clip)
         for shares in (False, True):
             ddp = DistributedDataParallel(
-                Strange(), find_unused_parameters=True, reduce="scatter", share_parameters=shares, **more
+                ManyKinds(), find_unused_parameters=True, reduce="scatter", share_parameters=shares, **more
             )
             optimizer = ShardedOptimizer(ddp.parameters(), optimizer_class, **options)
             assert loop(ddp, optimizer, rank, 5, clip) == norms
@@ -99,7 +99,7 @@ def test_the_bits_are_those_of_whole_gradients(rank: int) -> None:
 
 
 class Whole(optim.Optimizer):
-    """An update that looks at a whole parameter, so that none is cut."""
+    """An update that depends on a whole parameter, so that none is cut."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -128,13 +128,13 @@ def loss(ddp: Any, rank: int, step: int = 0) -> Any:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_gradient_that_is_there_in_part_is_never_taken_for_a_whole_one(rank: int) -> None:
-    """Whatever reads one raises, on every rank, and training goes on afterwards."""
+def test_a_sharded_gradient_cannot_be_read_as_a_whole_one(rank: int) -> None:
+    """Reading such a gradient raises on every rank, and training continues afterwards."""
     for shares in (False, True):
-        _read_in_all_ways(rank, *scattering(share_parameters=shares))
+        _read_in_each_way(rank, *scattering(share_parameters=shares))
 
 
-def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
+def _read_in_each_way(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
     expected = DistributedDataParallel(small())
     whole = optim.SGD(expected.parameters(), lr=0.1)
     parameters = list(ddp.parameters())
@@ -181,10 +181,10 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_gradient_lives_until_its_hook_has_handed_it_over(rank: int) -> None:
-    """There is memory for one copy of the gradients, and no second one grows in each backward."""
+def test_gradients_are_freed_when_they_are_reduced(rank: int) -> None:
+    """There is memory for one copy of the gradients, and no backward allocates a second one."""
     torch.manual_seed(0)
-    sizes = (40, 300, 40, 300, 40)  # gradients that the core copies, and that torch copies
+    sizes = (40, 300, 40, 300, 40)  # the core copies some of the gradients, and torch the others
     layers = [nn.Linear(first, second) for first, second in pairwise(sizes)]
     ddp, optimizer = scattering(nn.Sequential(*layers))
     parameters = list(ddp.parameters())
@@ -195,7 +195,7 @@ def test_a_gradient_lives_until_its_hook_has_handed_it_over(rank: int) -> None:
             assert memory.expired()
             assert "own part" in repr(other.grad)
         assert parameter.grad is not None
-        assert parameter.grad.isfinite().all()  # what came in this backward, of this rank
+        assert parameter.grad.isfinite().all()  # this rank's whole gradient of this backward
         seen.append((parameter, StorageWeakRef(parameter.grad.untyped_storage())))  # type: ignore[arg-type]
 
     for parameter in parameters:
@@ -209,7 +209,7 @@ def test_a_gradient_lives_until_its_hook_has_handed_it_over(rank: int) -> None:
 
 
 class CheckpointedTwice(nn.Module):
-    """Its layer gets a gradient from each of two recomputations, in one backward."""
+    """In one backward, its layer gets a gradient from each of two recomputations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class CheckpointedTwice(nn.Module):
 
 @kept_ranks(2, group="gloo")
 def test_a_second_gradient_in_one_backward(rank: int) -> None:
-    """Refused, where it comes; in a static graph, and without reentrant checkpoints, it counts."""
+    """It is refused when it arrives; in a static graph, and without reentrant checkpoints, it counts."""
     x = torch.full((2, 9), 1.0 + rank, requires_grad=True)
 
     def train(ddp: Any, optimizer: Any, reentrant: bool) -> list[torch.Tensor]:
@@ -240,11 +240,11 @@ def test_a_second_gradient_in_one_backward(rank: int) -> None:
     ddp, optimizer = scattering(CheckpointedTwice())
     with pytest.raises(ConfigError, match=r"this rank has a part[^?]*use_reentrant=False"):
         ddp(x, True).square().mean().backward()
-    assert all(map(same_bits, train(ddp, optimizer, False), bits))  # all ranks have raised, and go on
+    assert all(map(same_bits, train(ddp, optimizer, False), bits))  # all ranks raised, and can continue
 
 
 class Branches(nn.Module):
-    """One of its parameters is used if asked for."""
+    """One of its parameters is used only if `uses_all`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,10 +255,10 @@ class Branches(nn.Module):
 
 
 @kept_ranks(2, group="gloo")
-def test_unused_frozen_and_left_over_parameters(rank: int) -> None:
-    """As with whole gradients, and what is left of an earlier backward is refused."""
+def test_unused_and_frozen_parameters_and_uncleared_gradients(rank: int) -> None:
+    """As with whole gradients; what is left of an earlier backward is refused."""
 
-    def train_until_left_over() -> None:
+    def train_without_clearing() -> None:
         ddp, optimizer = scattering(Branches(), find_unused_parameters=True)
         ddp(1.0).backward()
         optimizer.step()
@@ -270,7 +270,7 @@ def test_unused_frozen_and_left_over_parameters(rank: int) -> None:
 
     results = [train_cleared(reduce, rank) for reduce in ("mean", "scatter")]
     assert all(map(same_bits, *results))
-    train_until_left_over()
+    train_without_clearing()
     ddp, optimizer = scattering(Branches())
     with pytest.raises(UnusedParameterError, match="sometimes"):
         ddp(1.0, uses_all=False).backward()
@@ -281,7 +281,7 @@ def test_unused_frozen_and_left_over_parameters(rank: int) -> None:
 
 
 def train_cleared(reduce: str, rank: int) -> list[torch.Tensor]:
-    """Some parameters are unused on one rank, or on all, or frozen for a while."""
+    """Train with parameters that are unused on one rank, or on all, or frozen for a while."""
     ddp = DistributedDataParallel(Branches(), reduce=reduce, find_unused_parameters=True)
     optimizer = ShardedOptimizer(ddp.parameters(), optim.AdamW, lr=0.1)
     for step in range(6):
@@ -296,8 +296,8 @@ def train_cleared(reduce: str, rank: int) -> list[torch.Tensor]:
 
 
 @kept_ranks(2, group="gloo")
-def test_who_owns_what(rank: int) -> None:
-    """Optimizers may be made before the model is wrapped, in several parts, and anew."""
+def test_shards_follow_the_optimizers(rank: int) -> None:
+    """Optimizers may be made before wrapping, for some of the parameters each, and again."""
     expected = DistributedDataParallel(small())
     whole = optim.AdamW(expected.parameters(), lr=0.01)
 
@@ -349,7 +349,7 @@ def test_who_owns_what(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_what_it_does_not_go_together_with_is_refused_on_every_rank(rank: int) -> None:
+def test_options_that_exclude_it_are_refused_on_every_rank(rank: int) -> None:
     module = small()
     first, *_, last = module.named_parameters()
     for options in (
@@ -397,7 +397,7 @@ def test_uneven_data_infinities_and_scaled_losses(rank: int) -> None:
             loss(ddp, rank, step).backward()
             optimizer.step()
         ddp.finish(optimizer.step)
-        if reduce == "scatter":  # what was left of a rank's last backward is still there
+        if reduce == "scatter":  # the rank's last gradients are not cleared yet
             with pytest.raises(ConfigError, match="this rank has a part"):
                 loss(ddp, rank).backward()
         optimizer.zero_grad()

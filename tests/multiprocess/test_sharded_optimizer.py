@@ -1,4 +1,4 @@
-"""ShardedOptimizer against torch's optimizers, each of which makes the whole step on every rank."""
+"""ShardedOptimizer against torch's optimizers that make the whole step on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATHS = pytest.mark.parametrize("path", ["memory", "group"])
 
 
 class Lion(optim.Optimizer):
-    """As third parties write them: of Chen et al., Symbolic Discovery of Optimization Algorithms, 2023."""
+    """A third-party optimizer: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023."""
 
     def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9, decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "decay": decay})
@@ -40,7 +40,7 @@ class Lion(optim.Optimizer):
 
 
 class Lamb(optim.Optimizer):
-    """An update of the length of each parameter, as LAMB's and LARS': no element is updated by itself."""
+    """Scales updates by each parameter's norm, as LAMB and LARS do: elements depend on each other."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -78,7 +78,7 @@ WHOLE: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [(optim.Adafactor, {
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Of many kinds: cut, whole, of one element, of none, in other orders of memory, frozen."""
+    """Return parameters: cut, whole, of one element, empty, frozen, and in other memory orders."""
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def make_gradients(parameters: Sequence[nn.Parameter], count: int = 7) -> list[list[torch.Tensor | None]]:
-    """Of several steps, laid out as backward() does it; some parameters have none in some steps."""
+    """Return gradients of several steps, with backward's strides; some parameters have none in some steps."""
     generator = torch.Generator().manual_seed(1)
     steps: list[list[torch.Tensor | None]] = []
     for step in range(count):
@@ -136,7 +136,7 @@ def in_two_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 @kept_ranks(2)
 def test_elementwise_optimizers_have_the_bits_of_the_whole_one(group: Any) -> None:
-    """On parameters of many kinds; `test_sharded_optimizer_shared.py` makes 200 steps."""
+    """On many kinds of parameters; `test_sharded_optimizer_shared.py` compares more steps."""
     for optimizer_class, options in ELEMENTWISE:
         expected, parameters = make_parameters(), make_parameters()
         train(optimizer_class(expected, **options), expected, 16)
@@ -185,7 +185,7 @@ def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(rank: int,
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon since 2.9")
 @kept_ranks(2, group="gloo")
-def test_matrices_alone_for_an_optimizer_that_takes_nothing_else(rank: int) -> None:
+def test_an_optimizer_that_takes_only_matrices(rank: int) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(9, 20, bias=False), nn.Linear(20, 5, bias=False))
@@ -215,7 +215,7 @@ def test_all_dtypes(group: Any) -> None:
 
 
 @kept_ranks(4, group="gloo")
-def test_groups_schedulers_and_groups_that_come_later_on_four_ranks(rank: int) -> None:
+def test_groups_schedulers_and_added_groups_on_four_ranks(rank: int) -> None:
     results = []
     for make in (optim.AdamW, lambda params, **options: ShardedOptimizer(params, optim.AdamW, **options)):
         parameters = make_parameters()
@@ -235,9 +235,9 @@ def test_groups_schedulers_and_groups_that_come_later_on_four_ranks(rank: int) -
 
 @PATHS
 @kept_ranks(2, group="gloo")
-def test_beside_zero_redundancy_optimizer_behind_wrapped_models(rank: int, path: str) -> None:
-    """A few steps of training on different data: the same losses and weights, with clipping and a closure."""
-    with warnings.catch_warnings():  # of torch about itself
+def test_it_trains_like_zero_redundancy_optimizer(rank: int, path: str) -> None:
+    """A few steps on different data have the same losses and weights, with clipping and a closure."""
+    with warnings.catch_warnings():  # from torch, about itself
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     torch.manual_seed(0)
@@ -284,8 +284,8 @@ def test_writes_are_counted_alike_on_all_ranks_and_autograd_sees_them(rank: int)
 
 
 @kept_ranks(2, group="gloo")
-def test_gradients_that_are_laid_out_otherwise(rank: int) -> None:
-    """Transposed, expanded, conjugated: as users set them."""
+def test_gradients_with_other_strides_than_their_parameter(rank: int) -> None:
+    """Transposed, expanded or conjugated, as users may set them."""
     for values in (
         torch.arange(899.0).reshape(31, 29),
         torch.ones(1, 29).expand(31, 29),
@@ -305,7 +305,7 @@ def test_gradients_that_are_laid_out_otherwise(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_gradients_are_let_go_and_parameters_may_get_other_memory(rank: int) -> None:
+def test_gradients_are_freed_and_parameters_may_get_other_memory(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole, sharded = optim.Adam(expected, lr=0.1), ShardedOptimizer(parameters, optim.Adam, lr=0.1)
     train(whole, expected, 3)
@@ -344,7 +344,7 @@ def test_hooks_are_called_once_and_a_scaler_skips_a_step_on_all_ranks(rank: int)
 
 @PATHS
 @kept_ranks(3, group="gloo")
-def test_a_rank_whose_data_has_ended_makes_its_part_of_the_others_steps(rank: int, path: str) -> None:
+def test_a_rank_without_data_updates_its_shard_in_the_others_steps(rank: int, path: str) -> None:
     """torch's Join, against one process that takes the mean over the ranks that still have a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 70), nn.Tanh(), nn.Linear(70, 1))
@@ -372,7 +372,7 @@ def test_a_rank_whose_data_has_ended_makes_its_part_of_the_others_steps(rank: in
 
 
 @kept_ranks(2)
-def test_over_a_group_of_ours_and_two_models(group: Any) -> None:
+def test_over_a_paceline_group_and_two_models(group: Any) -> None:
     both = [make_parameters(), make_parameters()]
     expected = make_parameters()
     train(optim.NAdam(expected), expected, 6)

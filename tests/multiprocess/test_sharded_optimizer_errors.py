@@ -1,4 +1,4 @@
-"""What ranks do differently, or one does wrong, is an error on all of them before anything is written."""
+"""Differences between ranks, and an error on one rank, raise on all ranks before anything is written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(path: str = "memory", **options: Any) -> tuple[list[nn.Parameter], Shar
 
 @PATHS
 @kept_ranks(3, group="gloo")
-def test_different_steps_are_told_before_anything_is_written(rank: int, path: str) -> None:
+def test_different_steps_are_reported_before_anything_is_written(rank: int, path: str) -> None:
     parameters, optimizer = make(path)
     before = [parameter.detach().clone() for parameter in parameters]
 
@@ -102,7 +102,7 @@ def test_a_parameter_that_is_resized_on_one_rank_is_reported_on_all(rank: int) -
 
 @PATHS
 @kept_ranks(2, group="gloo")
-def test_different_arguments_are_told_when_the_optimizer_is_made(rank: int, path: str) -> None:
+def test_different_arguments_are_reported_when_the_optimizer_is_made(rank: int, path: str) -> None:
     with pytest.raises(ModelMismatchError, match="lr of group 0 differs"):
         make(path, lr=0.1 * (1 + rank))
     with pytest.raises(ModelMismatchError, match="'0 of group 0'"):
@@ -122,14 +122,14 @@ def test_different_arguments_are_told_when_the_optimizer_is_made(rank: int, path
 
 @PATHS
 @kept_ranks(2, group="gloo")
-def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path: str) -> None:
+def test_a_step_on_one_rank_names_the_other_at_the_deadline(rank: int, path: str) -> None:
     parameters, optimizer = make(path)
     optimizer.step()
     meet("both have made a step", rank)
     if rank == 1:
         until_told("given up", [0])
         return
-    if path == "memory":  # from here on a short time, for this one wait
+    if path == "memory":  # from here on, this one wait has a short deadline
         hasty = MemoryTravel(optimizer._communicator.core.with_patience(0.5, 100.0), OPS)
         optimizer._steps._barriers._gather = hasty.gather
     else:
@@ -145,8 +145,8 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
 
 @pytest.mark.parametrize("where", ["before", "within"])
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})
-def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(rank: int, where: str) -> None:
-    """In the first barrier nothing is written yet; in the second, who survives knows that it has a half."""
+def test_half_a_step_left_by_a_killed_rank_is_reported(rank: int, where: str) -> None:
+    """In the first barrier, nothing is written yet; in the second, the survivor reports half a step."""
     parameters, optimizer = make()
     optimizer.step()
     if rank == 1:
@@ -162,7 +162,7 @@ def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(rank: int, where: str)
         assert all(unchanged)
         return
     assert "some parameters may be updated and others not" in str(caught.value)
-    assert unchanged == [False, True]  # rank 0's part, but for the end of the first
+    assert unchanged == [False, True]  # rank 0's shard, except the end of the first parameter
     with pytest.raises(CollectiveError, match="an earlier step was not completed"):
         optimizer.step()
 
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_over_a_process_group(rank: int) -> None:
 
 
 class Failing(optim.SGD):
-    """Raises in its step once it is told to."""
+    """Raises in its step once `fails` is set."""
 
     fails = False
 
@@ -192,10 +192,8 @@ class Failing(optim.SGD):
 @PATHS
 @pytest.mark.parametrize("is_shared", [False, True])
 @kept_ranks(3, group="gloo")
-def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
-    rank: int, path: str, is_shared: bool
-) -> None:
-    """It catches its own exception, so its process does not end, and nobody else could tell them."""
+def test_a_rank_that_raises_in_its_step_is_reported_at_once(rank: int, path: str, is_shared: bool) -> None:
+    """It catches its own exception, so its process does not end, and only the rank itself can report it."""
     model = nn.Linear(30, 30)
     ddp = DistributedDataParallel(model, share_parameters=is_shared, timeout_s=LONG_S)
     optimizer = ShardedOptimizer(ddp.parameters(), Failing, lr=0.1, reduce_through=path, timeout_s=LONG_S)
@@ -210,14 +208,14 @@ def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
         assert "MemoryError: no room for the update" in str(caught.value)
     with pytest.raises(TornStepError) as torn:
         ddp(torch.ones(1, 30))
-    if is_shared and rank != 1:  # it has waited for all that write
+    if is_shared and rank != 1:  # this rank has waited for all ranks that write
         assert "rank 1 of this host wrote no part" in str(torn.value)
-    tell("seen", rank)
-    until_told("seen", [0, 1, 2])
+    tell("raised", rank)
+    until_told("raised", [0, 1, 2])
 
 
 class Refusing(optim.SGD):
-    """Raises before it writes anything, or after it has written some of its tensors; None: does not raise."""
+    """Raises before it writes anything, or after it has written some tensors; with None it does not raise."""
 
     refuses: str | None = None
 
@@ -231,7 +229,7 @@ class Refusing(optim.SGD):
 
 @kept_ranks(2, group="gloo")
 def test_a_fused_step_in_which_all_ranks_raise_counts_as_half_made(rank: int) -> None:
-    """No version shows whether its kernel has written."""
+    """Tensor versions do not show whether its kernel has written."""
     model = nn.Linear(30, 30)
     ddp = DistributedDataParallel(model, timeout_s=LONG_S)
     optimizer = ShardedOptimizer(ddp.parameters(), Refusing, lr=0.1, fused=True, timeout_s=LONG_S)
@@ -257,8 +255,8 @@ def test_a_step_that_is_refused_in_a_single_process(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_half_of_a_step_stays_so_until_parameters_are_loaded(rank: int) -> None:
-    """The optimizer's state alone mends nothing: neither with this optimizer nor with another."""
+def test_half_a_step_is_an_error_until_parameters_are_loaded(rank: int) -> None:
+    """Loading the optimizer's state is not enough, whether with this optimizer or with another."""
     parameters, optimizer = make()
     model = nn.ParameterList(parameters)
     wrapped = DistributedDataParallel(Sum(model))
@@ -296,7 +294,7 @@ def interrupted(*_: object) -> None:
 
 @kept_ranks(2, group="gloo")
 def test_a_first_step_with_a_journal_that_one_rank_refuses(rank: int) -> None:
-    """The others hear why before they make the journal together, and the next step makes it."""
+    """The other ranks get the reason before all make the journal, and the next step makes it."""
     model = nn.Linear(30, 30)
     ddp = DistributedDataParallel(model, share_parameters=True, timeout_s=LONG_S)
     optimizer = ShardedOptimizer(
@@ -315,8 +313,8 @@ def test_a_first_step_with_a_journal_that_one_rank_refuses(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_parameters_of_a_step_that_was_given_up_say_what_to_do(rank: int) -> None:
-    """Nobody writes after a rank has said that nothing was written: another optimizer does not, either."""
+def test_the_error_after_an_abandoned_step_shows_what_to_do(rank: int) -> None:
+    """No rank writes after one has reported that nothing was written, and neither does another optimizer."""
     ddp = DistributedDataParallel(nn.Linear(30, 30), share_parameters=True)
     for parameter in ddp.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -330,7 +328,7 @@ def test_parameters_of_a_step_that_was_given_up_say_what_to_do(rank: int) -> Non
 
 
 def uneven(rank: int, *, journal: bool) -> tuple[DistributedDataParallel, ShardedOptimizer, int]:
-    """A model, an optimizer, and the number of this rank's batches: rank 2 has the fewest."""
+    """Return a model, an optimizer, and the number of this rank's batches: rank 2 has the fewest."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(30, 90), share_parameters=True, timeout_s=LONG_S)
     optimizer = ShardedOptimizer(
@@ -340,8 +338,8 @@ def uneven(rank: int, *, journal: bool) -> tuple[DistributedDataParallel, Sharde
 
 
 @ranks(3, group="gloo", dies={1: signal.SIGKILL})
-def test_a_rank_without_data_knows_of_a_step_that_another_completes(rank: int) -> None:
-    """It has no gradients to make the part of the lost rank with, and says the same as who has."""
+def test_a_rank_without_data_reports_that_another_completed_the_step(rank: int) -> None:
+    """It has no gradients to complete the lost rank's shard, but raises the same error as the others."""
     ddp, optimizer, batches = uneven(rank, journal=True)
 
     def train() -> None:
@@ -356,13 +354,13 @@ def test_a_rank_without_data_knows_of_a_step_that_another_completes(rank: int) -
     with pytest.raises(PeerLostError) as caught:
         train()
     assert caught.value.lost == (1,) and caught.value.step_is_complete
-    tell("seen", rank)
-    until_told("seen", [0, 2])
+    tell("raised", rank)
+    until_told("raised", [0, 2])
 
 
 @kept_ranks(3, group="gloo")
-def test_a_rank_without_data_that_does_not_come_out_of_the_barrier(rank: int) -> None:
-    """Another one has come out of it, and begun: the step is half made, and nobody returns in silence."""
+def test_a_rank_without_data_that_fails_in_the_barrier(rank: int) -> None:
+    """Another rank has passed the barrier and begun: the step is half made, and all ranks raise."""
     ddp, optimizer, batches = uneven(rank, journal=False)
     barriers = optimizer._steps._barriers
     assert barriers is not None
@@ -396,12 +394,12 @@ def test_a_rank_without_data_that_does_not_come_out_of_the_barrier(rank: int) ->
     assert caught.value.step_is_complete is False
     with pytest.raises(TornStepError):
         ddp.state_dict()
-    tell("seen", rank)
-    until_told("seen", [0, 1, 2])
+    tell("raised", rank)
+    until_told("raised", [0, 1, 2])
 
 
 class Coupled(optim.SGD):
-    """Clips by the norm of all gradients that it sees."""
+    """Clips by the norm of all gradients that it gets."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
@@ -411,7 +409,7 @@ class Coupled(optim.SGD):
 @kept_ranks(2, group="gloo")
 def test_arguments_that_are_refused(rank: int) -> None:
     parameter = nn.Parameter(torch.ones(300))
-    for optimizer_class, options, said in (
+    for optimizer_class, options, words in (
         (optim.LBFGS, {}, "whose step() needs no closure"),
         (optim.SparseAdam, {}, "dense gradients"),
         (Coupled, {}, "updates every parameter by itself"),
@@ -427,8 +425,8 @@ def test_arguments_that_are_refused(rank: int) -> None:
     ):
         with pytest.raises(ConfigError) as caught:
             ShardedOptimizer([parameter], optimizer_class, **options)
-        assert said in str(caught.value), (said, str(caught.value))
-    for params, said in (
+        assert words in str(caught.value), (words, str(caught.value))
+    for params, words in (
         (parameter, "params="),
         ([], "at least one"),
         ([parameter, parameter], "some parameter several times"),
@@ -442,11 +440,11 @@ def test_arguments_that_are_refused(rank: int) -> None:
     ):
         with pytest.raises(ConfigError) as caught:
             ShardedOptimizer(params, optim.Adam)
-        assert said in str(caught.value), (said, str(caught.value))
+        assert words in str(caught.value), (words, str(caught.value))
 
 
 @kept_ranks(2, group="gloo")
-def test_random_numbers_stay_as_they_are(rank: int) -> None:
+def test_the_random_state_does_not_change(rank: int) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     ShardedOptimizer(make_parameters(), optim.AdamW)
@@ -454,7 +452,7 @@ def test_random_numbers_stay_as_they_are(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> None:
+def test_replica_groups_of_local_sgd_cannot_share_an_optimizer(rank: int) -> None:
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(every=4, warmup_steps=1))
     optimizer = ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
@@ -480,7 +478,7 @@ def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> N
 @PATHS
 @kept_ranks(2, group="gloo")
 def test_an_optimizer_that_makes_no_step_is_refused_when_it_is_made(rank: int, path: str) -> None:
-    """On every rank, with what it raises; the group can be used afterwards."""
+    """On every rank, with the optimizer's error; the group still works afterwards."""
     parameters = make_parameters()
     with pytest.raises(ConfigError, match=r"(?s)Adam makes no step.*capturable") as caught:
         ShardedOptimizer(parameters, optim.Adam, lr=0.1, capturable=True, reduce_through=path)
