@@ -1,6 +1,6 @@
-"""Parts of large parameters are updated in pieces that fit into caches: same bits, same state, fewer misses.
+"""Shards of large parameters are updated in pieces that fit into caches, with the same bits and state.
 
-Parameters are small here, and the caches smaller still.
+The parameters here are small, and the assumed cache is smaller still.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one(group: Any) ->
             ours = make(parameters, optimizer_class, group, **options)
             train(ours, parameters, 12)
             assert all(map(same_bits, parameters, expected)), (dtype, optimizer_class, options)
-            # The first has 1517 elements and the last 1537, and a cut for the ranks lies in one of them.
+            # Parameter 0 has 1517 elements and parameter 7 1537; the cut between the ranks is in one of them.
             found = pieces_of_parameter(ours, 0) + pieces_of_parameter(ours, 7)
             assert (found > 4) == is_cut_for_caches(options), (dtype, options)
             assert pieces_of_parameter(ours, 6) == 1, "with gaps"
@@ -62,7 +62,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one(group: Any) ->
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @kept_ranks(2, group="gloo")
-def test_a_state_is_that_of_the_whole_optimizer_and_goes_both_ways(rank: int, path: str) -> None:
+def test_a_state_equals_the_whole_optimizers_and_loads_in_both_directions(rank: int, path: str) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole = optim.AdamW(in_two_groups(expected), lr=0.01, amsgrad=True)
     ours = make(in_two_groups(parameters), optim.AdamW, reduce_through=path, lr=0.01, amsgrad=True)
@@ -83,7 +83,7 @@ def test_a_state_is_that_of_the_whole_optimizer_and_goes_both_ways(rank: int, pa
 
 
 @kept_ranks(2, group="gloo")
-def test_of_shared_parameters_and_scattered_gradients(rank: int) -> None:
+def test_pieces_of_shared_parameters_and_scattered_gradients(rank: int) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(9, 150), nn.ReLU(), nn.Linear(150, 21))
@@ -109,7 +109,7 @@ def test_of_shared_parameters_and_scattered_gradients(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_groups_that_come_later_and_other_memory(rank: int) -> None:
+def test_added_groups_and_other_memory(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole, ours = optim.AdamW(expected[:4]), make(parameters[:4], optim.AdamW)
     for optimizer, trained in ((whole, expected), (ours, parameters)):
@@ -123,7 +123,7 @@ def test_groups_that_come_later_and_other_memory(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_rank_whose_data_has_ended_makes_its_pieces(rank: int) -> None:
+def test_a_rank_without_data_updates_its_pieces(rank: int) -> None:
     torch.manual_seed(0)
     module = nn.Linear(40, 40)
     copy = nn.Linear(40, 40)
@@ -136,16 +136,16 @@ def test_a_rank_whose_data_has_ended_makes_its_pieces(rank: int) -> None:
             ddp(torch.full((2, 40), 1.0 + step)).sum().backward()
             optimizer.step()
     assert len(optimizer._shards.pieces) > 4
-    for step in range(4):  # torch's wrapper and ours divide by all ranks, also by those without data
+    for step in range(4):  # torch's wrapper and Paceline's divide by all ranks, also by those without data
         whole.zero_grad()
-        share = 1.0 if step < 2 else 0.5
-        (share * copy(torch.full((2, 40), 1.0 + step)).sum()).backward()
+        weight = 1.0 if step < 2 else 0.5
+        (weight * copy(torch.full((2, 40), 1.0 + step)).sum()).backward()
         whole.step()
     assert_close(list(module.parameters()), list(copy.parameters()))
 
 
 @kept_ranks(2, group="gloo")
-def test_all_ranks_know_the_same_pieces_with_other_numbers_of_threads(rank: int) -> None:
+def test_all_ranks_use_the_same_pieces_with_other_numbers_of_threads(rank: int) -> None:
     torch.set_num_threads(1 + rank)
     expected, parameters = make_parameters(), make_parameters()
     whole, ours = optim.AdamW(expected), make(parameters, optim.AdamW)

@@ -1,4 +1,4 @@
-"""ShardedOptimizer on parameters that the ranks of a host share: each writes its part for all of them."""
+"""ShardedOptimizer on parameters that a host's ranks share: each rank writes its shard for all of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path
             optimizer = optimizer or make()
             train(ddp, optimizer, rank, 6)
             assert all(map(same_bits, parameters, replica.parameters())), optimizer_class
-            # No rank has a copy: what one writes, all see.
+            # No rank has its own copy: all ranks see what one writes.
             dist.barrier()
             with ddp.writing(), torch.no_grad():
                 if rank == 1:
@@ -65,7 +65,7 @@ def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path
 
 
 def takes_groups_later(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Adagrad of torch 2.9 does not: its own step raises KeyError."""
+    """Return whether added groups work: in torch 2.9, Adagrad's own step raises KeyError with them."""
     first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = optimizer_class([first])
     optimizer.add_param_group({"params": [second]})
@@ -79,7 +79,7 @@ def takes_groups_later(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 @kept_ranks(2)
 def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_40_steps(group: Any) -> None:
-    """On parameters of each rank's own, and on shared ones."""
+    """On each rank's own parameters, and on shared ones."""
     first_of_each = dict(reversed(ELEMENTWISE))
     assert len(first_of_each) == 12
     if not takes_groups_later(torch.optim.Adagrad):
@@ -92,7 +92,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_40_steps
         assert all(map(storage_of, ddp.parameters())) and not any(map(storage_of, own))
         optimizer = optimizer_class(whole, **options)
         sharded = ShardedOptimizer(own, optimizer_class, process_group=group, **options)
-        sharded.add_param_group({"params": shared})  # dealt by itself: one of each kind is cut
+        sharded.add_param_group({"params": shared})  # dealt separately: one parameter of each kind is cut
         cut = {piece.parameter for piece in sharded._shards.pieces if not piece.is_whole}
         assert cut == {0, 2}
         gradients = [
@@ -111,7 +111,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_40_steps
 
 
 @kept_ranks(2, group="gloo")
-def test_a_step_within_writing_or_of_a_part_of_the_ranks_is_refused(rank: int) -> None:
+def test_a_step_within_writing_or_of_some_ranks_is_refused(rank: int) -> None:
     ddp = DistributedDataParallel(model(), share_parameters=True)
     optimizer = ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
     ddp(torch.ones(1, 9)).sum().backward()

@@ -1,4 +1,4 @@
-"""The state of a ShardedOptimizer is that of the whole optimizer, saved and loaded both ways."""
+"""A ShardedOptimizer's state equals the whole optimizer's, and loads in both directions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATHS = pytest.mark.parametrize("path", ["memory", "group"])
 
 
 class Nested(optim.Optimizer):
-    """Remembers things in a dict and a list, as preconditioned optimizers do."""
+    """Keeps state in a dict and a list, as preconditioned optimizers do."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -75,11 +75,11 @@ def same_parameters(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) 
 
 @PATHS
 @kept_ranks(3, group="gloo")
-def test_a_state_is_the_whole_optimizers_and_goes_both_ways(rank: int, path: str) -> None:
+def test_a_state_equals_the_whole_optimizers_and_loads_in_both_directions(rank: int, path: str) -> None:
     for optimizer_class, options in (
         (optim.AdamW, {"lr": 0.01, "amsgrad": True}),
         (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (optim.Adagrad, {}),  # makes its state at once
+        (optim.Adagrad, {}),  # makes its state in the constructor
         (Nested, {}),
     ):
         expected, parameters = make_parameters(), make_parameters()
@@ -98,7 +98,7 @@ def test_a_state_is_the_whole_optimizers_and_goes_both_ways(rank: int, path: str
                 loaded = torch.load(io.BytesIO(file.getvalue()))
                 assert_same(loaded, ours.state_dict())
                 ours._steps.begin_anew()
-        # From the whole one into a sharded one with other values, and on; and the other way round.
+        # Load the whole state into a sharded optimizer with other values, and continue; and the reverse.
         copies = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in expected]
         resumed = ShardedOptimizer(in_two_groups(copies), optimizer_class, reduce_through=path, lr=3.0)
         resumed.load_state_dict(whole.state_dict())
@@ -116,7 +116,7 @@ def test_a_state_is_the_whole_optimizers_and_goes_both_ways(rank: int, path: str
 
 
 @kept_ranks(2, group="gloo")
-def test_a_state_that_is_loaded_is_not_shared_with_the_optimizer(rank: int) -> None:
+def test_a_loaded_state_is_copied(rank: int) -> None:
     parameter = nn.Parameter(torch.ones(1000))
     whole = optim.Adam([parameter], lr=0.1)
     parameter.grad = torch.ones(1000)

@@ -1,6 +1,6 @@
-"""Ranks on several hosts in a call over the process group: who does not come is named at the deadline.
+"""Calls over the process group on several hosts: at the deadline, the missing rank is named.
 
-The rank that keeps the control channel is stopped, or computes; neither reports anything to the others.
+The rank that serves the control channel is stopped, or computes; it reports nothing to the other ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.harness import run_ranks
 from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
-ASKED_S = 3.0  # the backward passes before the one that a rank does not come to are made within it too
+ASKED_S = 3.0  # also bounds the backwards before the one that a rank skips
 
 both = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
 
 def wrapped(rank, framework, hosts, **options):
-    """A wrapped network that has made a backward, and what makes another one."""
+    """Return a wrapped model that has made a backward, and a function that makes another one."""
     world_size = int(os.environ["WORLD_SIZE"])
     if framework == "torch":
         import torch
@@ -58,7 +58,7 @@ def wrapped(rank, framework, hosts, **options):
 
 
 def be_late(how, others):
-    """Until the others have raised; then it is killed, for Paddle's threads would wait 30 s more."""
+    """Wait until the others have raised, and end by SIGKILL: Paddle's threads would wait 30 s more."""
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)  # a survivor ends it
     until_told("raised", others)
@@ -74,7 +74,7 @@ def check(error, how, late, seconds):
         assert "stopped" in error.likely and "kill -CONT" in error.hint
     else:
         assert "after backward of iteration" in error.seen and "until_told" in error.seen, error
-    # 0.5 s by the documents; what the machine takes to run us comes on top.
+    # The documents promise 0.5 s; a busy machine may add to it.
     assert seconds < ASKED_S + 0.5 + 10
 
 
@@ -82,7 +82,7 @@ def end(late, survivors, rank):
     tell("raised", rank)
     if rank == survivors[0]:
         until_told("raised", survivors)
-        with contextlib.suppress(ProcessLookupError):  # unless it was stopped, it ends itself
+        with contextlib.suppress(ProcessLookupError):  # a rank that is not stopped ends itself
             os.kill(int(Path(os.environ["TMPDIR"], f"pid-{late}").read_text()), signal.SIGKILL)
 
 
@@ -108,7 +108,7 @@ def late_backward(rank, framework, how, late):
 
 @pytest.mark.parametrize("call", ["Join", "SyncBatchNorm"])
 def test_calls_of_torch(call):
-    """The channel's own rank is stopped, and with it whoever could report to the others."""
+    """The rank that serves the channel is stopped, and only that rank could report to the others."""
     run_ranks(late_call, 3, {"call": call}, group=None, dies={0: signal.SIGKILL})
 
 

@@ -1,4 +1,4 @@
-"""Another process has taken the abstract name where the ranks of a job meet."""
+"""Another process has taken the abstract socket name at which the ranks of a job rendezvous."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def address():
 
 @contextlib.contextmanager
 def squatter(name, uid, *, listens=True):
-    """A process of another user that has the name; yields its pid."""
+    """Start a process of another user that has the name; yield its pid."""
     fork = multiprocessing.get_context("fork")
     ready, over = fork.Event(), fork.Event()
 
@@ -49,7 +49,7 @@ def squatter(name, uid, *, listens=True):
 
 
 def form_and_fail(rank):
-    """What `init` raises, at once, where nothing but the address tells this job from others."""
+    """Return what `init` raises at once, if only the address distinguishes this job from others."""
     started = time.monotonic()
     with pytest.raises(RendezvousError) as caught:
         paceline.init(address=address(), timeout_s=120)
@@ -60,8 +60,8 @@ def form_and_fail(rank):
 @as_root
 @pytest.mark.parametrize("variable", ["PACELINE_JOB_ID", "PACELINE_SECRET"])
 @ranks(2, group=None)
-def test_a_secret_is_part_of_the_name(rank, variable):
-    """What can be computed from the address and the user alone is of no use to a squatter."""
+def test_a_secret_changes_the_name(rank, variable):
+    """With a secret, a squatter cannot compute the name from the address and the user."""
     if variable == "PACELINE_SECRET":
         del os.environ["PACELINE_JOB_ID"]
         os.environ[variable] = "correct horse battery staple"
@@ -75,9 +75,9 @@ def test_a_secret_is_part_of_the_name(rank, variable):
 @as_root
 @ranks(2, group=None)
 def test_another_user_is_named_on_every_rank(rank):
-    """Where the launcher gave no secret. Rank 1 comes when the name is taken, or waits for rank 0."""
+    """The launcher gave no secret. Rank 1 finds the name taken, or waits for rank 0."""
     del os.environ["PACELINE_JOB_ID"]
-    path = f"{os.environ['TMPDIR']}/met"
+    path = f"{os.environ['TMPDIR']}/raised"
     if rank == 0:
         with squatter(hub_address(address(), "world"), UNKNOWN_PEER) as pid:
             error = form_and_fail(rank)
@@ -85,7 +85,7 @@ def test_another_user_is_named_on_every_rank(rank):
             assert f"held by a process of another user (uid {UNKNOWN_PEER}, pid {pid})" in error.seen
             assert "PACELINE_JOB_ID=" in error.hint
             os.mkfifo(path)
-            with open(path):  # until rank 1 has met it too
+            with open(path):  # until rank 1 has raised too
                 os.unlink(path)
     else:
         error = form_and_fail(rank)
@@ -104,7 +104,9 @@ def test_another_user_is_named_on_every_rank(rank):
 def test_a_process_of_this_user_is_named(listens, monkeypatch):
     monkeypatch.delenv("PACELINE_JOB_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    own = f"127.0.0.{os.getpid() % 250 + 1}:{os.getpid() % 65535 + 1}"  # tests beside this one have others
+    own = (
+        f"127.0.0.{os.getpid() % 250 + 1}:{os.getpid() % 65535 + 1}"  # tests that run beside this have others
+    )
     with (
         squatter(hub_address(own, "world"), os.getuid(), listens=listens) as pid,
         pytest.raises(RendezvousError) as caught,

@@ -18,17 +18,17 @@ from tests.harness import kept_ranks
 SIZES = [[3, 3], [5, 1], [6, 0]]
 
 
-def own_part(x: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
+def own_rows(x: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
     return x.split(sizes)[rank]
 
 
 def reference_shape(x: torch.Tensor) -> torch.Tensor:
-    """(N, C) or (N, C, L): how the rest is shaped makes no difference to the statistics."""
+    """Return (N, C) or (N, C, L): the shape of the other dimensions does not change the statistics."""
     return x.flatten(2) if x.dim() > 2 else x
 
 
 def check(group: Any, rank: int) -> None:
-    """Three training steps and an evaluation, for several shapes, sizes and options."""
+    """Compare three training steps and an evaluation, for several shapes, sizes and options."""
     for shape, options in [((4,), {}), ((4, 3, 2), {"momentum": None}), ((4, 5), {"affine": False})]:
         for sizes in SIZES:
             torch.manual_seed(3)
@@ -36,33 +36,33 @@ def check(group: Any, rank: int) -> None:
             x = (torch.randn(6, *shape, dtype=torch.float64) * 2 + 100).requires_grad_()
             weights = torch.randn(x.shape, dtype=torch.float64)
             ours = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole), group)
-            own_x = own_part(x.detach(), sizes, rank).clone().requires_grad_()
+            own_x = own_rows(x.detach(), sizes, rank).clone().requires_grad_()
             for _ in range(3):
                 expected = whole(reference_shape(x)).view(x.shape)
                 out = ours(own_x)
-                assert_close(out, own_part(expected, sizes, rank))
+                assert_close(out, own_rows(expected, sizes, rank))
                 (expected * weights).sum().backward()
-                (out * own_part(weights, sizes, rank)).sum().backward()
-            assert_close(own_x.grad, own_part(x.grad, sizes, rank), rtol=1e-6, atol=1e-9)
+                (out * own_rows(weights, sizes, rank)).sum().backward()
+            assert_close(own_x.grad, own_rows(x.grad, sizes, rank), rtol=1e-6, atol=1e-9)
             assert_close(ours.running_mean, whole.running_mean)
             assert_close(ours.running_var, whole.running_var)
             assert ours.num_batches_tracked == 3
             evaluated = whole.eval()(reference_shape(x)).view(x.shape)
-            assert_close(ours.eval()(own_x), own_part(evaluated, sizes, rank))
+            assert_close(ours.eval()(own_x), own_rows(evaluated, sizes, rank))
 
 
 @kept_ranks(2)
-def test_over_a_group_of_ours(group: Any) -> None:
+def test_over_a_paceline_group(group: Any) -> None:
     check(group, group.rank)
 
 
 @kept_ranks(2, group="gloo")
-def test_over_a_group_of_torch(rank: int) -> None:
+def test_over_a_torch_group(rank: int) -> None:
     check(None, rank)
 
 
 @kept_ranks(2, group="gloo")
-def test_parameters_train_as_on_one_process(rank: int) -> None:
+def test_parameters_train_like_in_one_process(rank: int) -> None:
     torch.manual_seed(3)
     whole = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 1)).double()
     ours = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole)))
@@ -100,7 +100,7 @@ def test_sixteen_bits_and_a_single_value(rank: int) -> None:
 @pytest.mark.parametrize("call", ["finish", "sync_buffers", "backward"])
 @kept_ranks(2, group="gloo")
 def test_a_rank_in_another_call_than_the_norm_raises_at_once(rank: int, backend: str, call: str) -> None:
-    """So does the one in the norm; a deadline would blame one of them."""
+    """The rank in the norm raises too; a deadline would blame one of them."""
     group = dist.new_group(backend=backend)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     ddp = DistributedDataParallel(
@@ -122,7 +122,7 @@ def test_a_rank_in_another_call_than_the_norm_raises_at_once(rank: int, backend:
         assert "wait for each other in different calls" in str(caught.value)
 
 
-def test_alone_it_is_batch_norm_and_conversion_keeps_everything() -> None:
+def test_on_one_rank_it_is_batch_norm_and_conversion_keeps_everything() -> None:
     shared = nn.BatchNorm1d(3)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.BatchNorm1d(3, affine=False).eval())})
     names = list(model.state_dict())

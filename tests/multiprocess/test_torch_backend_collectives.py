@@ -32,7 +32,7 @@ def numbers(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def premultiplied(factor):
-    """A sum of what each rank has multiplied before; torch before 2.10 has a function for it."""
+    """Return the sum of what each rank has multiplied; torch before 2.10 has a function for it."""
     make = ReduceOp.PREMUL_SUM
     return make(factor) if callable(make) else dist._make_nccl_premul_sum(factor)
 
@@ -106,7 +106,7 @@ def all_to_all_even(group, rank, world, dtype):
 
 
 def all_to_all_uneven(group, rank, world, dtype):
-    # Rank r gets r + 1 rows from everybody.
+    # Each rank sends r + 1 rows to rank r.
     sent, received = [r + 1 for r in range(world)], [rank + 1] * world
     output = torch.zeros(sum(received), 2, dtype=dtype)
     dist.all_to_all_single(output, numbers(rank, dtype, sum(sent), 2), received, sent, group=group)
@@ -129,8 +129,8 @@ def test_collectives_give_what_gloo_gives(rank, world_size):
 
 
 @ranks(2, group=None)
-def test_calls_whose_options_do_not_say_who_waits(rank):
-    """As torch 2.6 makes its options: it waits itself for the work that it is given."""
+def test_options_without_async_op(rank):
+    """torch 2.6 makes its options without asyncOp, and waits for the returned work itself."""
     with torch_group(rank) as group:
         for number in (1.0, 2.0):
             tensor = torch.full((3,), number)
@@ -186,7 +186,7 @@ def test_sizes_may_differ_between_ranks(rank):
 
 
 @ranks(2, group=None)
-def test_any_dense_tensor_will_do(rank):
+def test_all_dense_layouts_are_supported(rank):
     with torch_group(rank):
         rows = torch.arange(12.0).view(3, 4)
         dist.all_reduce(strided := rows.clone().t())
@@ -223,7 +223,7 @@ def test_any_dense_tensor_will_do(rank):
 
 @ranks(3, group=None)
 def test_sparse_tensors_are_added_up(rank):
-    """Entries of one rank, of several, of none; rows of vectors; against the sum of the dense tensors."""
+    """Entries of one rank, of several, or of none, and rows of vectors, against sums of the dense tensors."""
 
     def tensors_of(rank, dtype):
         generator = torch.Generator().manual_seed(rank)
@@ -247,7 +247,7 @@ def test_sparse_tensors_are_added_up(rank):
 
 
 @ranks(2, group=None)
-def test_sparse_tensors_that_differ_are_told_on_every_rank(rank):
+def test_sparse_tensors_that_differ_are_reported_on_every_rank(rank):
     with torch_group(rank):
         with pytest.raises(MismatchError, match=r"shape \(2, 2\)[^$]*shape \(3, 3\)"):
             dist.all_reduce(torch.eye(2 + rank).to_sparse())
@@ -255,12 +255,12 @@ def test_sparse_tensors_that_differ_are_told_on_every_rank(rank):
 
 
 @ranks(2, group=None)
-def test_objects_travel(rank):
+def test_objects(rank):
     with torch_group(rank):
         dist.all_gather_object(gathered := [None, None], {"rank": rank})
         assert gathered == [{"rank": 0}, {"rank": 1}]
-        dist.broadcast_object_list(told := [rank, "x" * rank], 1)
-        assert told == [1, "x"]
+        dist.broadcast_object_list(received := [rank, "x" * rank], 1)
+        assert received == [1, "x"]
         dist.gather_object(rank * "y", collected := [None, None] if rank == 0 else None)
         assert collected in (["", "y"], None)
         dist.scatter_object_list(mine := [None], ["a", "b"] if rank == 0 else None, 0)
@@ -268,7 +268,7 @@ def test_objects_travel(rank):
 
 
 @ranks(2, group=None)
-def test_what_is_not_served_says_so_on_every_rank(rank):
+def test_unsupported_calls_raise_on_every_rank(rank):
     with torch_group(rank):
         for call, words in [
             (lambda: dist.all_reduce(torch.ones(2, dtype=torch.uint16)), "no SUM of torch.uint16"),

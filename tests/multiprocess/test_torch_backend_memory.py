@@ -1,4 +1,4 @@
-"""Tensors in the memory that ranks share: `paceline.torch.empty`."""
+"""`paceline.torch.empty`: tensors in the memory that ranks share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.i
 
 
 @ranks(2, group=None)
-def test_tensors_are_as_others_and_give_the_same_sums(rank):
+def test_tensors_act_like_ordinary_ones_and_give_the_same_sums(rank):
     with torch_group(rank) as group:
         for shape in SHAPES:
             for dtype in DTYPES:
@@ -44,10 +44,10 @@ def test_tensors_are_as_others_and_give_the_same_sums(rank):
 
 
 @ranks(2, group=None)
-def test_memory_comes_back_with_the_last_view(rank):
+def test_memory_is_freed_with_the_last_view(rank):
     with torch_group(rank):
         kept = paceline.torch.empty(10)[3:5]
-        for step in range(200):  # of 16 MiB: more in all than any machine has
+        for step in range(200):  # of 16 MiB each: together more than a group can allocate
             tensor = paceline.torch.empty(1 << 22)
             tensor[step] = 1
         kept += rank
@@ -55,11 +55,11 @@ def test_memory_comes_back_with_the_last_view(rank):
         assert kept.tolist() == [1, 1]
         with pytest.raises(RegionError):
             paceline.torch.empty(1 << 50)
-        dist.barrier()  # the group is still good
+        dist.barrier()  # the group still works
 
 
 @ranks(2, group=None)
-def test_it_is_one_of_the_calls_of_the_group(rank):
+def test_it_is_a_collective_of_the_group(rank):
     with torch_group(rank):
         work = dist.all_reduce(before := torch.full((100_000,), 1.0), async_op=True)
         paceline.torch.empty(5)

@@ -1,4 +1,4 @@
-"""torch's own FSDP2 and DeviceMesh on the paceline backend."""
+"""torch's FSDP2 and DeviceMesh on the paceline backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = needs_backend
 
 
 @ranks(2, group=None)
-def test_fsdp2_trains_as_one_process_does(rank):
+def test_fsdp2_trains_like_one_process(rank):
     with torch_group(rank):
         mesh = init_device_mesh("cpu", (2,))
         net = model().double()
@@ -50,6 +50,6 @@ def test_device_mesh_of_two_by_two(rank):
 
 
 def test_the_reference_learns():
-    """Or the comparisons above would say nothing."""
+    """Otherwise the comparisons above would show nothing."""
     before = [parameter.detach() for parameter in copy.deepcopy(model().double()).parameters()]
     assert all(not torch.equal(a, b) for a, b in zip(before, reference(2), strict=True))

@@ -1,4 +1,4 @@
-"""torch's own DDP, functional collectives and sub-groups on the paceline backend."""
+"""torch's DDP, functional collectives and sub-groups on the paceline backend."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or function
 
 
 @ranks(2, group=None)
-def test_stock_ddp_trains_as_one_process_does(rank):
+def test_stock_ddp_trains_like_one_process(rank):
     with torch_group(rank):
         net = model().double()
         train(DistributedDataParallel(net, bucket_cap_mb=0.002), rank, 2)
         found = [parameter.detach() for parameter in net.parameters()]
         torch.testing.assert_close(found, reference(2))
-        dist.all_gather_object(everybodys := [None, None], found)
-        assert all(torch.equal(a, b) for a, b in zip(*everybodys, strict=True))
+        dist.all_gather_object(by_rank := [None, None], found)
+        assert all(torch.equal(a, b) for a, b in zip(*by_rank, strict=True))
 
 
 @ranks(2, group=None, dies={1: signal.SIGKILL})
@@ -47,7 +47,7 @@ def test_stock_ddp_raises_when_a_rank_is_killed(rank):
 
 
 @ranks(3, group=None, dies={1: signal.SIGKILL})
-def test_ours_over_the_backend_names_a_rank_that_is_killed(rank):
+def test_pacelines_ddp_over_the_backend_names_a_killed_rank(rank):
     with torch_group(rank):
         net = ours.DistributedDataParallel(model(), reduce_through="group")
         net(torch.ones(1, 10)).sum().backward()
@@ -107,7 +107,7 @@ def test_coalesced_calls(rank):
 
 @ranks(2, group=None)
 def test_other_devices_get_their_own_backend(rank):
-    """Without a GPU: the backend for its tensors is made, and connects the ranks."""
+    """Without a GPU, the backend for its tensors is made, and connects the ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         with torch_group(rank, "cpu:paceline,cuda:gloo") as group:
@@ -124,7 +124,7 @@ def test_other_devices_get_their_own_backend(rank):
 
 
 @ranks(2, group=None)
-def test_ranks_of_a_process_group_tell_each_other_how_long_they_worked(rank):
+def test_ranks_of_a_process_group_share_how_long_they_worked(rank):
     dist.init_process_group("paceline")
     ddp = ours.DistributedDataParallel(torch.nn.Linear(4, 4), reduce_through="group")
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Asynchronous calls, messages, deadlines and ends of the torch backend."""
+"""Asynchronous calls, messages, deadlines and shutdown of the torch backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = needs_backend
 
 @ranks(3, group=None)
 def test_calls_in_flight_keep_their_order(rank):
-    """Kinds are mixed, synchronous calls come in between, and the waits run backwards."""
+    """Kinds are mixed, synchronous calls come in between, and the waits are in reverse order."""
     with torch_group(rank):
         tensors = [torch.full((1000,), float(rank + i)) for i in range(30)]
         gathered = [[torch.zeros(4) for _ in range(3)] for _ in tensors]
@@ -28,8 +28,8 @@ def test_calls_in_flight_keep_their_order(rank):
             works.append(dist.all_reduce(tensor, async_op=True))
             works.append(dist.all_gather(gathered[i], torch.full((4,), float(rank * i)), async_op=True))
             if i % 5 == 0:
-                dist.broadcast(told := torch.full((3,), float(rank)), i % 3)
-                assert told.tolist() == [i % 3] * 3
+                dist.broadcast(received := torch.full((3,), float(rank)), i % 3)
+                assert received.tolist() == [i % 3] * 3
         for work in reversed(works):
             work.wait()
         for i, tensor in enumerate(tensors):
@@ -56,7 +56,7 @@ def test_futures_deliver_results_and_errors(rank):
         with pytest.raises(MismatchError, match="float32 x 2, sum"):
             work.wait()
         assert work.is_completed() and not work.is_success() and isinstance(work.exception(), MismatchError)
-        dist.barrier()  # the group is still good
+        dist.barrier()  # the group still works
 
 
 @ranks(2, group=None)
@@ -83,7 +83,7 @@ def test_messages(rank):
             work.wait()
         assert got.unique().tolist() == [preceding]
 
-        # All send before they receive.
+        # All ranks send before they receive.
         works = [dist.isend(torch.full((4, 3), rank + 10.0 * i).t(), following, tag=i) for i in range(5)]
         for i in range(5):
             strided = torch.zeros(4, 3).t()
@@ -114,16 +114,16 @@ def test_messages(rank):
 
 @ranks(4, group=None)
 def test_messages_from_any_source(rank):
-    """Each sender's messages come in its order; longer ones than a channel holds come, too."""
+    """Each sender's messages arrive in order, also if they are longer than a channel."""
     with torch_group(rank):
         for count in (3, 100_000):
             if rank == 0:
-                came = []
+                sources = []
                 for _ in range(6):
-                    source = dist.recv(told := torch.empty(count, dtype=torch.int64))
-                    assert told.unique().tolist() == [10 * source + came.count(source)]
-                    came.append(source)
-                assert sorted(came) == [1, 1, 2, 2, 3, 3]
+                    source = dist.recv(received := torch.empty(count, dtype=torch.int64))
+                    assert received.unique().tolist() == [10 * source + sources.count(source)]
+                    sources.append(source)
+                assert sorted(sources) == [1, 1, 2, 2, 3, 3]
             else:
                 for number in range(2):
                     dist.send(torch.full((count,), 10 * rank + number), 0)
@@ -131,15 +131,15 @@ def test_messages_from_any_source(rank):
 
 
 @ranks(3, group=None)
-def test_a_receive_from_any_source_takes_what_has_its_tag_and_no_other_receive(rank):
+def test_a_receive_from_any_source_takes_only_messages_with_its_tag(rank):
     with torch_group(rank):
         first, second, third = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
         if rank == 0:
             named = dist.irecv(first, src=1, tag=7)
-            anyone = dist.irecv(second, tag=8)
-            assert not anyone.is_completed()
-            dist.barrier()  # now they send
-            assert anyone.wait() and anyone.source_rank() == 2 and second.tolist() == [28, 28]
+            any_source = dist.irecv(second, tag=8)
+            assert not any_source.is_completed()
+            dist.barrier()  # now the other ranks send
+            assert any_source.wait() and any_source.source_rank() == 2 and second.tolist() == [28, 28]
             dist.send(second, 1)  # now rank 1 sends with the same tag
             assert named.wait() and first.tolist() == [17, 17]
             assert dist.recv(third, tag=8) == 1 and third.tolist() == [18, 18]
@@ -155,7 +155,7 @@ def test_a_receive_from_any_source_takes_what_has_its_tag_and_no_other_receive(r
 
 
 @ranks(3, group=None)
-def test_nobody_sends_to_a_receive_from_any_source(rank):
+def test_a_receive_from_any_source_without_a_sender(rank):
     with torch_group(rank, timeout_s=2 if rank == 0 else 60):
         if rank == 0:
             with pytest.raises(DeadlineError, match="Ranks 1-2 of 3") as caught:
@@ -170,7 +170,7 @@ def test_nobody_sends_to_a_receive_from_any_source(rank):
 def test_a_dropped_receive_still_arrives(rank):
     with torch_group(rank):
         if rank == 0:
-            dist.irecv(target := torch.zeros(3, 2).t(), 1)  # nobody holds the Work
+            dist.irecv(target := torch.zeros(3, 2).t(), 1)  # the Work is dropped
             dist.irecv(last := torch.zeros(1), 1).wait()
             assert dist.isend(torch.zeros(1), 1).wait()
             assert (last.item(), target.unique().tolist()) == (2, [1])
@@ -181,10 +181,10 @@ def test_a_dropped_receive_still_arrives(rank):
 
 
 @ranks(3, group=None)
-def test_the_deadline_is_that_of_the_group_or_of_the_barrier(rank):
+def test_the_groups_timeout_is_the_deadline(rank):
     with torch_group(rank):
         dist.barrier()
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))  # which must form within it
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))  # also the deadline for forming it
         if rank == 0:
             begin = time.monotonic()
             with pytest.raises(DeadlineError, match="Rank 1 of 2 did not arrive") as caught:
@@ -195,8 +195,8 @@ def test_the_deadline_is_that_of_the_group_or_of_the_barrier(rank):
 
 
 @ranks(3, group=None)
-def test_a_barrier_with_a_deadline_names_who_is_late(rank):
-    """What torch's monitored_barrier does, which torch allowed for Gloo alone before 2.15."""
+def test_a_barrier_with_a_timeout_names_the_late_ranks(rank):
+    """This is torch's monitored_barrier, which torch allowed for Gloo only before 2.15."""
     with torch_group(rank):
         assert dist.get_backend() == "paceline"
         group = dist.new_group([0, 1, 2])
@@ -235,14 +235,14 @@ def test_a_destroyed_group_is_closed(rank):
         assert last.wait()
         with pytest.raises(GroupClosedError):
             group.allreduce([torch.ones(1)]).wait()
-    with torch_group(rank, "cpu:paceline"):  # and there can be another
+    with torch_group(rank, "cpu:paceline"):  # another group can be made
         dist.all_reduce(tensor := torch.ones(1))
         assert tensor.item() == 2
 
 
 @ranks(2, group=None)
-def test_leaving_without_destroying(rank):
-    """The other rank learns of it at once, and the exit neither hangs nor says anything."""
+def test_exiting_without_destroying_the_group(rank):
+    """The other rank is notified at once, and the exit neither hangs nor prints anything."""
     manager = torch_group(rank)
     manager.__enter__()
     group = dist.new_group([0, 1])
@@ -252,7 +252,7 @@ def test_leaving_without_destroying(rank):
             dist.all_reduce(torch.ones(1), group=group)
 
 
-def test_ranks_on_several_hosts_are_told_what_to_do():
+def test_the_error_on_several_hosts_shows_what_to_use():
     from paceline.torch.backend.registration import _several_hosts
 
     error = _several_hosts(((0, 1), (2, 3)))

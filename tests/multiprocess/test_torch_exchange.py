@@ -1,4 +1,4 @@
-"""Exchanges over process groups of torch: Gloo and over our own backend."""
+"""Exchanges over torch's process groups: Gloo, and Paceline's backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.multiprocess.torch_groups import needs_backend, torch_group
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("paceline", marks=needs_backend)])
 @ranks(3, group=None)
-def test_every_rank_gets_everybodys_bytes(rank, backend):
+def test_every_rank_gets_the_bytes_of_all_ranks(rank, backend):
     with torch_group(rank, backend):
         exchange = exchange_over()
         assert (exchange.rank, exchange.world_size) == (rank, 3)
@@ -22,13 +22,13 @@ def test_every_rank_gets_everybodys_bytes(rank, backend):
         group = dist.new_group([0, 2])
         if rank != 1:
             assert exchange_over(group).all_gather(bytes([rank]), 30) == [b"\0", b"\2"]
-        if rank == 0:  # alone
+        if rank == 0:  # rank 2 does not take part
             with pytest.raises(RendezvousError, match="gave up waiting for the other ranks"):
                 exchange_over(group).all_gather(b"", 0.2)
         if rank == 1:
             with pytest.raises(RendezvousError, match="not a member"):
                 exchange_over(group)
-        dist.barrier()  # nobody leaves before rank 0 has given up
+        dist.barrier()  # no rank leaves before rank 0 has raised
 
 
 def test_without_a_process_group():

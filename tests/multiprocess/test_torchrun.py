@@ -1,4 +1,4 @@
-"""The backend "paceline" under torchrun, the real one."""
+"""The backend "paceline" under the real torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.multiprocess.torch_groups import needs_backend
 
 
 def torchrun(folder, script, **environment):
-    """Two ranks, which may be restarted once."""
+    """Run two ranks, which may be restarted once."""
     command = (warm_python("torch"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return subprocess.run(
         [*command, "--max-restarts", "1", "--log-dir", str(folder / "logs"), str(script)],
@@ -27,7 +27,7 @@ def torchrun(folder, script, **environment):
 
 @needs_backend
 def test_a_rank_that_died_before_it_joined_costs_one_restart(tmp_path):
-    """The agent's store lives on, and with it what the ranks of the first attempt wrote there."""
+    """The agent's store survives, with what the ranks of the first attempt wrote there."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -37,7 +37,7 @@ def test_a_rank_that_died_before_it_joined_costs_one_restart(tmp_path):
 
             attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
             if (attempt, rank) == ("0", "1"):
-                # Not before rank 0 has come: the faster that one is, the more it has written.
+                # Wait until rank 0 joins: the faster it is, the more it has written to the store.
                 os.read(os.open("joining", os.O_RDONLY), 1)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,8 +62,8 @@ def test_a_rank_that_died_before_it_joined_costs_one_restart(tmp_path):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_ranks_over_gloo_are_warned_of_the_agents_store(tmp_path, is_shared):
-    """As torch itself tells its ranks; and the cure that is named ends it."""
+def test_ranks_over_gloo_get_a_warning_about_the_agents_store(tmp_path, is_shared):
+    """As torch warns its own ranks; setting the variable that the warning names avoids it."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -78,7 +78,7 @@ def test_ranks_over_gloo_are_warned_of_the_agents_store(tmp_path, is_shared):
             """
         )
     )
-    cure = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    done = torchrun(tmp_path, script, **({} if is_shared else {cure: "1"}))
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    done = torchrun(tmp_path, script, **({} if is_shared else {variable: "1"}))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"Set {cure}=1") == int(is_shared), done.stderr
+    assert done.stderr.count(f"Set {variable}=1") == int(is_shared), done.stderr

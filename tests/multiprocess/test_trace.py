@@ -1,4 +1,4 @@
-"""`trace()` of a wrapped model: the timeline of all ranks. A slow rank waits until the others wait for it."""
+"""`trace()` of a wrapped model: all ranks' timeline. A slow rank pauses until the others wait for it."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ both = pytest.mark.parametrize("framework", STEPS)
 
 @ranks(2, framework="framework")
 @both
-def test_the_timeline_shows_backwards_and_whom_each_rank_waited_for(group, framework):
-    folder = Path(os.environ["TMPDIR"])  # of all ranks
+def test_the_timeline_shows_backwards_and_the_ranks_that_each_rank_waited_for(group, framework):
+    folder = Path(os.environ["TMPDIR"])  # shared by all ranks
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
         ddp, step = STEPS[framework](group)
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_the_timeline_shows_backwards_and_whom_each_rank_waited_for(group, frame
 
 
 def batches_recorded(folder, rank, framework, group):
-    """What `paceline tune` sees of three steps on 4 samples of 64 features, and of an evaluation."""
+    """Return what `paceline tune` reads about three steps on 4 samples of 64 features, and an evaluation."""
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder), BATCHES_VARIABLE: "1"}):
         ddp, step = STEPS[framework](group)
     for _ in range(3):
@@ -133,7 +133,7 @@ def batches_recorded(folder, rank, framework, group):
 
 
 def evaluate(ddp):
-    """A forward that no backward follows."""
+    """Make a forward without a backward."""
     if hasattr(ddp, "_layers"):
         import paddle
 
@@ -155,14 +155,14 @@ def test_the_sizes_of_batches_are_recorded_for_tune(group, framework):
 
 @ranks(1, framework="framework")
 @both
-def test_a_rank_that_is_alone_records_the_sizes_of_its_batches_for_tune(group, framework):
+def test_a_single_rank_records_the_sizes_of_its_batches_for_tune(group, framework):
     folder = Path(os.environ["TMPDIR"])
     assert batches_recorded(folder, 0, framework, group) == [(4, 4 * 64)] * 3
 
 
 @ranks(2, framework="framework")
 @both
-def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group, framework):
+def test_another_process_can_read_rates_values_norms_and_infinities(group, framework):
     folder = Path(os.environ["TMPDIR"])
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
         ddp, step = STEPS[framework](group)
@@ -174,19 +174,19 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
     next(iter(ddp.parameters())).detach().fill_(math.inf)
     with pytest.warns(RuntimeWarning, match="holds an infinity or a NaN on all 2 ranks"):
         step(lambda: None)
-    # Noted once in a second: of the first backward, or of a later one if they take long.
+    # The norm is recorded once per second: that of the first backward, or of a later one on a slow machine.
     norms.append(None if math.isnan(ddp.grad_norm()) else ddp.grad_norm())
-    group.all_reduce(np.zeros(1))  # both have recorded all
+    group.all_reduce(np.zeros(1))  # both ranks have recorded everything
     now = JobWatch(folder).look()
-    group.all_reduce(np.zeros(1))  # neither process ends before the other has looked
+    group.all_reduce(np.zeros(1))  # neither process ends before the other has read the state
     assert (now.world_size, now.step, [each.rank for each in now.ranks]) == (2, 5, [0, 1])
-    # Of a few steps on a busy machine each rank has another rate.
+    # After a few steps on a busy machine, the ranks' rates differ.
     assert now.steps_per_s == min(each.steps_per_s for each in now.ranks) > 0
     assert now.samples_per_s == pytest.approx(sum(4 * each.steps_per_s for each in now.ranks))
     for each in now.ranks:
         assert each.samples_per_s == pytest.approx(4 * each.steps_per_s)
         assert each.values == {"loss": 3 + each.rank}
-        # It is noted once in a second; if that was in the last backward, it is not finite.
+        # The norm is recorded once per second; that of the last backward is not finite.
         assert each.norm in norms or not math.isfinite(each.norm)
         assert (each.nonfinite_rank, each.nonfinite > 0, each.failed) == (0, True, 0)
         assert each.is_alive and each.memory_bytes > 1 << 20 and each.worked_s > 0
@@ -194,7 +194,7 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
 
 @ranks(2, framework="framework")
 @both
-def test_the_statistics_are_what_the_backwards_were(group, framework):
+def test_the_statistics_match_the_backwards(group, framework):
     ddp, step = STEPS[framework](group)
     assert (ddp.stats().worked_s, ddp.stats().slow_rank, ddp.stats().passes) == ((), None, 0)
     for _ in range(6):
@@ -206,17 +206,17 @@ def test_the_statistics_are_what_the_backwards_were(group, framework):
     assert stats.num_buckets == len(ddp.bucket_layout())
     assert stats.pass_bytes == sum(bucket.nbytes for bucket in ddp.bucket_layout())
     assert stats.waited_for_s[group.rank] == 0 <= sum(stats.waited_for_s) <= stats.waited_s
-    # Every rank knows of every rank: the same figures everywhere.
+    # Every rank has the figures of all ranks, and they are the same everywhere.
     assert len(stats.worked_s) == 2 and all(seconds > 0 for seconds in stats.worked_s)
     assert_array_equal(group.all_gather(np.array(stats.worked_s)), [stats.worked_s] * 2)
     for figures in (stats.times_last, stats.held_up_s):
         assert_array_equal(group.all_gather(np.array(figures)), [figures] * 2)
-    assert 4 <= sum(stats.times_last) <= 5  # of six backward passes, without the first of each plan
+    assert 4 <= sum(stats.times_last) <= 5  # of six backwards, without the first of each plan
     assert all(late_s > 0 for late_s, times in zip(stats.held_up_s, stats.times_last) if times)
 
 
 @ranks(2)
-def test_a_place_that_cannot_be_written_is_reported_on_every_rank(group, tmp_path):
+def test_a_path_that_cannot_be_written_is_reported_on_every_rank(group, tmp_path):
     ddp, step = steps_in_torch(group)
     path = Path(tmp_path) / "none" / "out.json"
     with pytest.raises(ConfigError, match="The trace can't be written to"), ddp.trace(path):

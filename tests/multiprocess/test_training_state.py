@@ -1,4 +1,4 @@
-"""A run that is stopped, and goes on from its training state, ends with the bits of the undisturbed run."""
+"""A run that is stopped and resumed from its training state ends with the bits of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import ConfigError, ModelMismatchError
 from tests.harness import kept_ranks, run_ranks
 
 STEPS = 12
-STOPS = (0, 1, 7, 10)  # before anything, in an epoch, between two, in the second
+STOPS = (0, 1, 7, 10)  # before the first step, within an epoch, between two epochs, within the second
 frameworks = pytest.mark.parametrize("framework", ["torch", "paddle"])
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -37,7 +37,7 @@ def begin(framework: str, group: Group, **options: Any) -> Any:
 
 
 def begin_elsewhere(framework: str, group: Group, **options: Any) -> Any:
-    """A run with other values and random numbers everywhere."""
+    """Begin a run with other values and random numbers on all ranks."""
     do = program(framework)
     do.seed(100 + group.rank)
     return do.Run(group.world_size, group.rank, group, **options)
@@ -66,7 +66,7 @@ def check_resumed(framework: str, group: Group, folder: Path, **options: Any) ->
         assert resumed.digest() == undisturbed.digest()
         assert resumed.ddp.training_state(to=group.world_size - 1).get("good_backwards", STEPS) in (
             STEPS,
-            0,  # a single rank counts none
+            0,  # with a single rank nothing is counted
         )
 
 
@@ -81,20 +81,18 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
 
 @frameworks
 @kept_ranks(1, framework="framework")
-def test_so_has_a_run_of_one_rank(group: Group, framework: str, tmp_path: Path) -> None:
+def test_a_resumed_run_of_one_rank(group: Group, framework: str, tmp_path: Path) -> None:
     check_resumed(framework, group, tmp_path)
 
 
 @frameworks
 @kept_ranks(2, framework="framework")
-def test_so_has_a_run_whose_ranks_have_statistics_of_their_own(
-    group: Group, framework: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_with_local_statistics(group: Group, framework: str, tmp_path: Path) -> None:
     check_resumed(framework, group, tmp_path, buffers={program(framework).RUNNING_MEAN: "local"})
 
 
 @kept_ranks(1)
-def test_so_has_a_run_whose_loader_has_workers(group: Group, tmp_path: Path) -> None:
+def test_a_resumed_run_whose_loader_has_workers(group: Group, tmp_path: Path) -> None:
     do = program("torch")
     first = begin("torch", group, workers=1)
     losses = first.steps(3)
@@ -113,31 +111,31 @@ def save_after_four_steps(group: Group, framework: str, path: Path) -> tuple[str
     return run.digest(), run.statistic().tolist()
 
 
-def load_and_look(group: Group, framework: str, path: Path) -> tuple[str, list[float], list[str], Any]:
+def load_and_step(group: Group, framework: str, path: Path) -> tuple[str, list[float], list[str], Any]:
     run = begin_elsewhere(framework, group, buffers={program(framework).RUNNING_MEAN: "local"})
     with pytest.warns(RuntimeWarning) if group.rank == 0 else pytest.MonkeyPatch.context() as caught:
         run.ddp.load_training_state(program(framework).load(path))
-    said = [str(each.message) for each in caught] if group.rank == 0 else []
+    warned = [str(each.message) for each in caught] if group.rank == 0 else []
     assert run.sampler.state_dict()["position"] == 16
     run.step()
-    return run.digest(), run.statistic().tolist(), said, None
+    return run.digest(), run.statistic().tolist(), warned, None
 
 
 @frameworks
-def test_another_number_of_ranks_goes_on_with_other_random_numbers(framework: str, tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues_with_other_random_numbers(framework: str, tmp_path: Path) -> None:
     if framework == "paddle":
         pytest.importorskip("paddle")
     path = tmp_path / "state"
     saved = run_ranks(save_after_four_steps, 2, {"framework": framework, "path": path}, framework=framework)
     assert len(saved) == 2
-    loaded = run_ranks(load_and_look, 1, {"framework": framework, "path": path}, framework=framework)
-    (said,) = loaded[0][2]
-    assert "saved by 2 ranks" in said and "loaded by 1" in said and "other random numbers" in said
-    assert "mean" in said  # of which rank 1 had another
+    loaded = run_ranks(load_and_step, 1, {"framework": framework, "path": path}, framework=framework)
+    (warned,) = loaded[0][2]
+    assert "saved by 2 ranks" in warned and "loaded by 1" in warned and "other random numbers" in warned
+    assert "mean" in warned  # rank 1's differed
 
 
 class Counting:
-    """What a user registers: it remembers a number, or something that no file can hold."""
+    """An object that a user registers: it holds a number, or something that cannot be saved."""
 
     def __init__(self, held: object = 0) -> None:
         self.held = held
@@ -184,11 +182,13 @@ def test_a_state_of_something_else_is_refused_on_every_rank(group: Group, framew
 
 @frameworks
 @kept_ranks(2, framework="framework")
-def test_the_same_is_registered_on_all_ranks_and_can_be_saved(group: Group, framework: str) -> None:
+def test_all_ranks_must_register_the_same_objects_and_they_must_be_savable(
+    group: Group, framework: str
+) -> None:
     ddp = begin(framework, group).ddp
     counter = Counting(np.float64(0.1))
     ddp.register_state("counter", counter)
-    ddp.register_state("counter", counter)  # the same again changes nothing
+    ddp.register_state("counter", counter)  # registering it again changes nothing
     state = ddp.training_state()
     if state:
         assert state["objects"]["counter"] == {"held": [0.1]}
@@ -209,7 +209,7 @@ def test_the_same_is_registered_on_all_ranks_and_can_be_saved(group: Group, fram
 
 @frameworks
 @kept_ranks(2, framework="framework")
-def test_what_belongs_to_a_layout_of_ranks_is_refused_by_name(group: Group, framework: str) -> None:
+def test_options_that_belong_to_a_layout_of_ranks_are_refused_by_name(group: Group, framework: str) -> None:
     module = importlib.import_module(f"paceline.{framework}")
     ddp = begin(framework, group, local_sgd=module.LocalSGD(every=2, between="ranks")).ddp
     with pytest.raises(ConfigError, match=r"local_sgd(.|\n)*sync_parameters"):
@@ -217,7 +217,7 @@ def test_what_belongs_to_a_layout_of_ranks_is_refused_by_name(group: Group, fram
 
 
 @kept_ranks(2, group="gloo")
-def test_kept_errors_of_a_hook_are_refused(rank: int) -> None:
+def test_residuals_of_a_hook_are_refused(rank: int) -> None:
     from torch import nn
 
     from paceline.torch import DistributedDataParallel, compression

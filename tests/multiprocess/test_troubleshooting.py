@@ -1,8 +1,8 @@
 """docs/troubleshooting.md has a section for each error, with a text that the code really raises.
 
-The one idea: for each class of error there is a program of two ranks that makes it, as a user would. What its
-rank 0 raises (or the only rank that raises) is what the page shows, but for numbers that change from run to
-run. A class without a program, or without a section, fails a test.
+For each error class, a program of two ranks raises it as a user's program would. The page shows what rank 0
+raises (or the only rank that raises), except for numbers that change between runs. A class without a program
+or without a section fails a test.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.harness import kept_ranks, ranks
 from tests.launch.programs import train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
-# Families: nothing raises them as they are.
+# Base classes, which are not raised themselves.
 BASES = {"PacelineError", "CollectiveError", "ReplicaError"}
-# Numbers that differ from run to run, as the page and as the code spell them.
+# Numbers that differ between runs.
 CHANGING = (
     (re.compile(r"\b(pid|process) \d+"), r"\1 N"),
     (re.compile(r"\d+(\.\d+)? (ms|s)\b"), r"N \2"),
@@ -41,7 +41,7 @@ CHANGING = (
 
 
 class Branching(nn.Module):
-    """A model that leaves its head out where it is told to."""
+    """A model that can skip its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def skipped_backward_error(group: Any) -> None:
     ddp(X).backward()
     loss = ddp(X)
     if group.rank == 1:
-        loss = ddp(X)  # the loss of the first batch was not finite, say, and the script goes on to the next
+        loss = ddp(X)  # as if the first batch's loss were not finite, and the script went on to the next
     loss.backward()
 
 
@@ -123,7 +123,7 @@ def region_error(group: Any) -> None:
 
 
 def forked_error(group: Any) -> None:
-    """The child sends what it was told through a pipe, and rank 0 raises it."""
+    """The child sends its error through a pipe, and rank 0 raises it."""
     ddp = wrap(group)
     if group.rank == 1:
         return
@@ -156,12 +156,12 @@ PROGRAMS: dict[str, Callable[[Any], None]] = {
     "RegionError": region_error,
     "ForkedError": forked_error,
 }
-# These need ranks that come late, die, or were never there, and have a test each.
+# These need ranks that are late, die, or never start, and have a test each.
 ALONE = {"RendezvousError", "PeerLostError", "TornStepError", "DeadlineError", "LaunchError"}
 
 
 def check(name: str, text: str) -> None:
-    """What the code raises is what the page shows under the name of its class."""
+    """Compare the text that the code raises with the page's section for this class."""
     (shown,) = re.findall(rf"^### {name}\n.*?^```\n(.*?)\n```$", PAGE.read_text(), re.M | re.S)
     assert settle(text) == settle(shown), f"docs/troubleshooting.md should show:\n{text}"
 
@@ -180,7 +180,7 @@ def test_each_error_has_a_section_and_a_program() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @kept_ranks(2)
-def test_an_error_that_the_page_shows(group: Any, name: str) -> None:
+def test_the_page_shows_the_error_that_is_raised(group: Any, name: str) -> None:
     try:
         PROGRAMS[name](group)
     except getattr(errors, name) as error:
@@ -202,7 +202,7 @@ def test_a_rank_that_died(group: Any) -> None:
 
 
 @ranks(2, dies={1: signal.SIGKILL})
-def test_half_of_a_step(group: Any) -> None:
+def test_half_a_step(group: Any) -> None:
     ddp = wrap(group, share_parameters=True)
     optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
     ddp(X).backward()
@@ -218,14 +218,14 @@ def test_half_of_a_step(group: Any) -> None:
 
 @kept_ranks(2)
 def test_a_rank_that_is_late(group: Any, tmp_path: Path) -> None:
-    told = tmp_path / "rank 0 has raised"
+    raised = tmp_path / "rank 0 has raised"
     if group.rank == 1:
-        while not told.exists():  # as long as rank 0 waits
+        while not raised.exists():  # as long as rank 0 waits
             time.sleep(0.01)
         return
     with pytest.raises(errors.DeadlineError) as late:
         group.barrier(timeout_s=0.3)
-    told.touch()
+    raised.touch()
     check("DeadlineError", str(late.value))
 
 

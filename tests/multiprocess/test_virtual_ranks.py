@@ -1,4 +1,4 @@
-"""The same training, bit for bit, on any number of processes, stopped and resumed on any number."""
+"""Training has the same bits on any number of processes, also if it is resumed on another number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness import kept_ranks, needs_paddle, ranks, run_ranks
 from tests.multiprocess.virtual_training import Run, adapter, by_hand
 from tests.several_hosts import be_on_host
 
-STEPS = 7  # two epochs, and one of the third
+STEPS = 7  # two epochs, and one step of the third
 frameworks = pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=needs_paddle)])
 
 
@@ -34,9 +34,7 @@ def bits_by_hand(framework: str, kind: str) -> str:
 
 @frameworks
 @pytest.mark.parametrize("kind", ["cnn", "averaged", "gpt", "views"])
-def test_any_number_of_processes_ends_with_the_bits_of_one_that_does_it_by_hand(
-    framework: str, kind: str
-) -> None:
+def test_any_number_of_processes_has_the_bits_of_a_handwritten_loop_on_one(framework: str, kind: str) -> None:
     arguments = {"framework": framework, "kind": kind}
     expected = bits_by_hand(framework, "gpt" if kind == "views" else kind)
     for world_size in (1, 2, 3, 4):
@@ -52,7 +50,7 @@ def train_over_hosts(rank: int, framework: str, hosts: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 0)])
-def test_so_do_several_hosts(hosts: tuple[int, ...]) -> None:
+def test_several_hosts_have_those_bits_too(hosts: tuple[int, ...]) -> None:
     found = run_ranks(train_over_hosts, len(hosts), {"framework": "torch", "hosts": hosts}, group="gloo")
     assert found == [bits_by_hand("torch", "averaged")] * len(hosts)
 
@@ -73,7 +71,7 @@ def train_a_part(group: Group, framework: str, kind: str, begin: int, end: int, 
 
 
 def parts_of(steps: int, stops: int, seed: int) -> list[tuple[int, int, int]]:
-    """A training that is stopped at random: of each part how many processes, and its first and last step."""
+    """Stop a training at random steps: return each part's number of processes, first and last step."""
     draw = random.Random(seed)
     ends = [*sorted(draw.sample(range(1, steps), stops)), steps]
     return [(draw.randint(1, 4), begin, end) for begin, end in zip([0, *ends], ends)]
@@ -82,7 +80,7 @@ def parts_of(steps: int, stops: int, seed: int) -> list[tuple[int, int, int]]:
 def train_in_parts(
     framework: str, kind: str, parts: list[tuple[int, int, int]], deadline_s: float = 120.0
 ) -> set[str]:
-    """The hashes with which the processes of the last part end."""
+    """Return the hashes with which the last part's processes end."""
     with tempfile.TemporaryDirectory() as folder:
         for processes, begin, end in parts:
             options = {"framework": framework, "kind": kind, "begin": begin, "end": end}
@@ -92,14 +90,14 @@ def train_in_parts(
 
 
 @frameworks
-def test_it_is_stopped_and_resumed_on_other_numbers_of_processes(framework: str) -> None:
+def test_stopping_and_resuming_on_other_numbers_of_processes_keeps_the_bits(framework: str) -> None:
     ended = train_in_parts(framework, "averaged", parts_of(STEPS, 5, seed=0))
     undisturbed = run_ranks(train, 4, {"framework": framework, "kind": "averaged"}, framework=framework)
     assert ended == set(undisturbed)
 
 
 def weighted(group: Group, weights: list[float]) -> list[float]:
-    """Gradients of a sum, of which micro-batch v is v, with weights."""
+    """Return weighted gradients of a sum, in which micro-batch v is 0.1 + v."""
     import torch
 
     from paceline.torch import DistributedDataParallel
@@ -126,7 +124,7 @@ def test_weights_and_parameters_that_some_micro_batches_do_not_use() -> None:
     assert bias == pytest.approx(sum(w * (1.0 if v % 3 else 2.5) for v, w in enumerate(weights)) / total)
 
 
-def check_alike(group: Group, digest: str) -> None:
+def check_equal(group: Group, digest: str) -> None:
     rows = group.all_gather(np.frombuffer(digest.encode(), np.uint8))
     assert (rows == rows[0]).all()
 
@@ -146,11 +144,11 @@ def test_a_loop_that_is_left_within_a_step_raises_on_every_rank(group: Group) ->
         with pytest.raises(SkippedPassError):
             run.train(1)
     assert run.digest() == before
-    check_alike(group, run.train(2))
+    check_equal(group, run.train(2))
 
 
 @ranks(2)
-def test_an_exception_within_a_step_is_known_to_all_when_its_rank_goes_on(group: Group) -> None:
+def test_an_exception_within_a_step_is_reported_when_its_rank_continues(group: Group) -> None:
     run = Run("torch", "gpt", group.rank, 2, group)
     if group.rank == 0:
         with pytest.raises(ZeroDivisionError):
@@ -160,7 +158,7 @@ def test_an_exception_within_a_step_is_known_to_all_when_its_rank_goes_on(group:
     else:
         with pytest.raises(SkippedPassError):
             run.train(1)
-    check_alike(group, run.train(2))
+    check_equal(group, run.train(2))
 
 
 @kept_ranks(2)

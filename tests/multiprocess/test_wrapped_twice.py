@@ -1,4 +1,4 @@
-"""Wrappers of the framework around ours, and ours around them: refused on every rank, before any gradient."""
+"""torch's wrappers around Paceline's, and the reverse, are refused on every rank, before any gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Both(nn.Module):
 
 
 @kept_ranks(2, group="gloo")
-def test_torchs_wrapper_refuses_ours_when_it_is_made(rank: int) -> None:
+def test_torchs_wrapper_around_pacelines_is_refused_when_it_is_made(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     with pytest.raises(ConfigError, match="averaged twice") as caught:  # as accelerator.prepare(model) does
         TorchDDP(ddp)
@@ -35,20 +35,20 @@ def test_torchs_wrapper_refuses_ours_when_it_is_made(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_torchs_wrapper_around_a_model_with_ours_in_it_is_refused_in_forward(rank: int) -> None:
+def test_torchs_wrapper_around_a_model_with_pacelines_in_it_is_refused_in_forward(rank: int) -> None:
     for used_before in (False, True):
         inner = DistributedDataParallel(nn.Linear(2, 2))
         if used_before:
             inner(torch.ones(1, 2)).sum().backward()
         outer = TorchDDP(Both(inner))
         with torch.no_grad():
-            outer(torch.ones(1, 2))  # nothing is averaged here
+            outer(torch.ones(1, 2))  # no gradients, so nothing is averaged
         with pytest.raises(ConfigError, match=r"torch\.nn\.parallel\.DistributedDataParallel is around"):
             outer(torch.ones(1, 2))
 
 
 @kept_ranks(2, group="gloo")
-def test_torchs_replicate_is_a_wrapper_too(rank: int) -> None:
+def test_torchs_replicate_is_refused_too(rank: int) -> None:
     from torch.distributed._composable import replicate
 
     inner = nn.Linear(2, 2)
@@ -69,8 +69,8 @@ class Failing(nn.Module):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_forward_of_replicate_that_has_raised_is_around_no_later_forward(rank: int) -> None:
-    """torch goes on to name it as the wrapper whose forward runs."""
+def test_a_failed_forward_of_replicate_does_not_affect_later_forwards(rank: int) -> None:
+    """torch still names it as the wrapper whose forward runs."""
     from torch.distributed._composable import replicate
 
     inner = DistributedDataParallel(nn.Linear(2, 1))
@@ -85,7 +85,7 @@ def test_a_forward_of_replicate_that_has_raised_is_around_no_later_forward(rank:
 
 
 @kept_ranks(2, group="gloo")
-def test_ours_refuses_what_torch_has_wrapped(rank: int) -> None:
+def test_a_model_that_torch_has_wrapped_is_refused(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"wrapped already, by torch.*around the whole model"):
         DistributedDataParallel(TorchDDP(nn.Linear(2, 1)))
     with pytest.raises(ConfigError, match=r"wrapped already, by torch.*at 'first'"):
@@ -93,7 +93,7 @@ def test_ours_refuses_what_torch_has_wrapped(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_ours_around_ours_averages_once(rank: int) -> None:
+def test_two_wrappers_of_paceline_average_once(rank: int) -> None:
     net = nn.Linear(2, 1)
     ddp = DistributedDataParallel(DistributedDataParallel(net))
     for _ in range(3):
@@ -103,14 +103,14 @@ def test_ours_around_ours_averages_once(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_data_parallel_does_not_copy_ours(rank: int) -> None:
+def test_data_parallel_cannot_copy_pacelines_wrapper(rank: int) -> None:
     both = DataParallel(Both(DistributedDataParallel(nn.Linear(2, 2))), device_ids=["cpu", "cpu"])
     with pytest.raises(ConfigError, match="cannot replicate"):
         both(torch.ones(4, 2))
 
 
 @kept_ranks(2, group="gloo")
-def test_ours_may_be_around_data_parallel(rank: int) -> None:
+def test_pacelines_wrapper_may_be_around_data_parallel(rank: int) -> None:
     net = nn.Linear(2, 1)
     ddp = DistributedDataParallel(DataParallel(net, device_ids=["cpu", "cpu"]))
     ddp(torch.full((2, 2), 1.0 + rank)).sum().backward()

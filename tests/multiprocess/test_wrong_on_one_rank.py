@@ -1,4 +1,4 @@
-"""What is wrong on one rank alone is reported on every rank, and long before the deadline."""
+"""An error on one rank is reported on every rank, long before the deadline."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LONG_S = 300.0  # longer than the harness waits
 
 
 def wrap_wrongly_on_rank_1(rank: int, world_size: int, *also: Any, **options: Any) -> None:
-    """Each wrong use on rank 1 alone, `also` those; then a right one on all, as nothing is left of it."""
+    """Make each wrong call on rank 1, `also` these; then a right one on all ranks, which must still work."""
     lazy = nn.Sequential(nn.LazyLinear(2))
-    for wrong, said in (
+    for wrong, words in (
         *also,
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big'"),
         ({"device_ids": 0}, "device_ids=0"),
@@ -34,7 +34,7 @@ def wrap_wrongly_on_rank_1(rank: int, world_size: int, *also: Any, **options: An
         given = {"module": nn.Linear(2, 2), "timeout_s": LONG_S, **options, **(wrong if rank == 1 else {})}
         with pytest.raises(ConfigError) as caught:
             DistributedDataParallel(**given)
-        assert said in str(caught.value)
+        assert words in str(caught.value)
         if rank != 1:
             assert f"Rank 1 of {world_size} could not wrap" in str(caught.value)
             assert caught.value.ranks == (1,)
@@ -56,8 +56,8 @@ def test_arguments_over_gloo(rank: int) -> None:
 
 
 @kept_ranks(3, group="gloo")
-def test_a_rank_outside_of_the_group_waits_for_nobody(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody in the group waits for what it would say, and the next call of all ranks would meet that."""
+def test_a_rank_outside_of_the_group_waits_for_no_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank in the group waits for its answer, which could otherwise reach the next call of all ranks."""
     monkeypatch.setattr(model_agreement, "_PATIENCE_S", LONG_S)
     group = dist.new_group([1, 2])
     if rank == 0:
@@ -73,7 +73,7 @@ def test_a_rank_outside_of_the_group_waits_for_nobody(rank: int, monkeypatch: py
 
 @kept_ranks(3, group="gloo")
 def test_a_mesh_on_one_rank_beside_the_group_of_all(rank: int) -> None:
-    """Not the default group."""
+    """The group is not the default one."""
     group, mesh = dist.new_group([1, 2]), init_device_mesh("cpu", (3,))
     if rank == 0:
         return
@@ -89,14 +89,14 @@ def test_arguments_over_a_group(group: Group) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_arguments_that_are_wrong_on_all_ranks_are_told_to_each(rank: int) -> None:
+def test_arguments_that_are_wrong_on_all_ranks_are_reported_on_each(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"DistributedDataParallel: bucket_cap_mb='(big|huge)'"):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=("big", "huge")[rank])
 
 
 @kept_ranks(2, group="gloo")
 def test_one_rank_alone_wraps(rank: int) -> None:
-    dist.barrier()  # Gloo has formed a group on rank 0, which leaves at once, before it has on rank 1
+    dist.barrier()  # Gloo has connected rank 1 too before rank 0 leaves
     if rank == 1:
         with pytest.raises(PacelineError, match=r"lost another rank|gave up waiting for") as caught:
             DistributedDataParallel(nn.Linear(2, 2), timeout_s=0.5)
