@@ -184,7 +184,7 @@ def test_values_that_are_not_finite_are_reported(rank, kind, layout):
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
 @kept_ranks(4, group="gloo")
-def test_errors_move_with_parameters_when_buckets_are_laid_out_anew(rank, layout):
+def test_residuals_move_with_parameters_when_buckets_change(rank, layout):
     place(rank, layout)
 
     class Backwards(nn.Module):

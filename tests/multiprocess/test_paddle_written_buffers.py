@@ -138,8 +138,8 @@ def test_the_flag_between_forward_and_backward(group: Any) -> None:
             loss = squares(wrapped(x))
             wrapped.grad_need_sync = index == 1
             loss.backward()
-    everybodys = group.all_gather(wrapped.linear.weight.grad.numpy())
-    assert np.array_equal(everybodys[0], everybodys[1])
+    by_rank = group.all_gather(wrapped.linear.weight.grad.numpy())
+    assert np.array_equal(by_rank[0], by_rank[1])
     assert wrapped.num_good_passes == 2
 
 
