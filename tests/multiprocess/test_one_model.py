@@ -84,7 +84,7 @@ def test_stray_write_is_an_error_at_its_line_and_undone(group):
         weight.mul_(2)
     assert caught.value.parameter == "2.weight"
     assert all(map(torch.equal, values(ddp), before))
-    with pytest.raises(RuntimeError, match=r"wrote to '0.weight'"):  # torch wraps the errors of its copies
+    with pytest.raises(RuntimeError, match=r"wrote to '0.weight'"):  # torch joins the copies' errors
         ddp.module.load_state_dict(make_model(1).state_dict())
     with pytest.raises(ConfigError, match=r"wrote to '0.bias'"):
         ddp.module[0].bias.data.zero_()

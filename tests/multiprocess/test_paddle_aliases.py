@@ -86,7 +86,7 @@ PLAIN: dict[str, Joined] = {
 }
 
 
-# Backward passes on memory that is also the parameter's gradient.
+# Joins whose backward passes on a gradient in the memory of the parameter's gradient.
 BACKWARD_ON = {"twice", "twice, other way", "partly"}
 
 

@@ -315,7 +315,7 @@ def test_exchanges_of_user_code_are_refused_with_weights_and_right_without(group
 
     model = wrap(group, normed()[:1])
     with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*rank 0 of 2") as caught:
-        model.weight(3 if rank == 0 else 1)  # rank 1 alone could not detect it
+        model.weight(3 if rank == 0 else 1)  # rank 1 has weight 1 and cannot detect it
         output = model(own)
         contrast(output, GatherLayer.apply(output)).backward()
     assert "multiply the loss" in str(caught.value) and "GatherLayer" in str(caught.value)

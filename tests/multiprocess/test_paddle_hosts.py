@@ -203,7 +203,7 @@ def test_residuals_of_an_unused_parameter_are_kept(rank: int, kind: str) -> None
     for step in range(2 * count):
         for parameter in fork.parameters():
             parameter.grad = None  # clear_gradients() leaves zeros, which count as a gradient
-        if step % 2:  # with small gradients, a residual would be sent whole
+        if step % 2:  # next to small gradients, a residual would be sent whole
             wrapped(paddle.to_tensor(x / 100), "right").sum().backward()
         else:
             wrapped(paddle.to_tensor(x), "left").sum().backward()
