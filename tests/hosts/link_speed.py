@@ -14,7 +14,7 @@ from tests.hosts.namespaces import Hosts
 
 _PORT = 29561
 _SECONDS = 1.0
-_PIECE_BYTES = 1 << 18
+_MESSAGE_BYTES = 1 << 18
 
 
 def carried_bits_per_s(hosts: Hosts) -> float:
@@ -33,20 +33,20 @@ def receive() -> None:
     """Print "listening", then the bits per second that arrive over one connection."""
     with socket.create_server(("", _PORT)) as listener:
         print("listening", flush=True)
-        link, _ = listener.accept()
-        with link:
-            nbytes, room = link.recv_into(bytearray(1)), bytearray(_PIECE_BYTES)
+        connection, _ = listener.accept()
+        with connection:
+            nbytes, room = connection.recv_into(bytearray(1)), bytearray(_MESSAGE_BYTES)
             started = time.perf_counter()
-            while count := link.recv_into(room):
+            while count := connection.recv_into(room):
                 nbytes += count
             print(8 * nbytes / (time.perf_counter() - started))
 
 
 def send(address: str) -> None:
-    with socket.create_connection((address, _PORT), timeout=60) as link:
-        ends, piece = time.perf_counter() + _SECONDS, bytes(_PIECE_BYTES)
+    with socket.create_connection((address, _PORT), timeout=60) as connection:
+        ends, message = time.perf_counter() + _SECONDS, bytes(_MESSAGE_BYTES)
         while time.perf_counter() < ends:
-            link.sendall(piece)
+            connection.sendall(message)
 
 
 if __name__ == "__main__":

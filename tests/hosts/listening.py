@@ -88,7 +88,7 @@ def main() -> None:
     layout = tuple(int(host) for host in os.environ["LAYOUT"].split(","))
     channel = form(folder, layout)
     is_encrypted = all(each.is_encrypted for each in channel._connections.values())
-    say("came", "encrypted\n" if is_encrypted else "in clear\n")
+    say("connected", "encrypted\n" if is_encrypted else "in clear\n")
     if what == "ask":
         until_there(folder / "ask")
         say("asked", f"{channel.late()}\n")

@@ -85,7 +85,7 @@ def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, flo
     exchange.all_gather(b"", WITHIN_S)
     begun, used = time.monotonic(), processor_s()
     init_process_group("gloo")
-    met = time.monotonic()
+    joined = time.monotonic()
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     wrapped, after = time.monotonic(), processor_s()
     model(torch.full((2, 4), exchange.rank + 1.0)).sum().backward()
@@ -95,7 +95,7 @@ def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, flo
     dist.barrier()
     channel.close()  # the model may stay a while, as garbage
     dist.destroy_process_group()
-    return {"group": met - begun, "model": wrapped - met, "processor": after - used, "second": second}
+    return {"group": joined - begun, "model": wrapped - joined, "processor": after - used, "second": second}
 
 
 def alone(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]:

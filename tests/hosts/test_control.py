@@ -54,7 +54,7 @@ def start(
     ranks = hosts.start_ranks(command, LAYOUT, variables, **OPTIONS)
     for rank in ranks:
         line = rank.stdout.readline()
-        assert line.startswith("came "), line + rank.stdout.read()
+        assert line.startswith("connected "), line + rank.stdout.read()
         line = rank.stdout.readline()
         assert line == ("encrypted\n" if has_secret and shutil.which("openssl") else "in clear\n")
     return ranks

@@ -88,7 +88,7 @@ def until(find: Callable[[], Any], what: Callable[[], object]) -> Any:
         if found := find():
             return found
         time.sleep(0.2)
-    pytest.fail(f"it did not come: {what()}")
+    pytest.fail(f"nothing found within {WITHIN_S} s: {what()}")
 
 
 def host_of_rank_0(job: Job) -> int:

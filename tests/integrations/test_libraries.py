@@ -47,7 +47,7 @@ def test_ignites_engine_trains_and_evaluates(trained):
         assert ours["metric"] == pytest.approx(theirs["metric"], rel=1e-4)
 
 
-def test_ignites_auto_model_wraps_in_ours(trained):
+def test_ignites_auto_model_wraps_in_pacelines_class(trained):
     for rank in trained:
         theirs, ours = rank["auto_model"]
         assert (ours["wrapper"], theirs["wrapper"]) == (OURS, TORCHS)

@@ -46,8 +46,8 @@ class Launcher:
         path = self.folder / name
         lines = textwrap.dedent(script).strip("\n").splitlines()
         imports = list(itertools.takewhile(lambda line: line.startswith(("import ", "from ")), lines))
-        behind = ["rank = int(os.environ['RANK'])", *lines[len(imports) :]]
-        path.write_text("\n".join(["import os, signal, sys, time", *imports, *behind, ""]))
+        rest = ["rank = int(os.environ['RANK'])", *lines[len(imports) :]]
+        path.write_text("\n".join(["import os, signal, sys, time", *imports, *rest, ""]))
         return path
 
     def start(self, *arguments: str, script: str = "", **options: object) -> subprocess.Popen[str]:
@@ -115,15 +115,15 @@ def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
     """The first `count` process ids that ranks print after the word "pid"."""
     assert process.stdout is not None
     pids: list[int] = []
-    giving_up = threading.Timer(2 * WITHIN_S, process.kill)  # a launcher that hangs prints no more lines
-    giving_up.start()
+    timer = threading.Timer(2 * WITHIN_S, process.kill)  # a launcher that hangs prints no more lines
+    timer.start()
     try:
         for line in process.stdout:
             pids += [int(word) for word in line.partition("pid ")[2].split()]
             if len(pids) == count:
                 return pids
     finally:
-        giving_up.cancel()
+        timer.cancel()
     raise AssertionError(f"the launcher ended after {len(pids)} of {count} pids")
 
 

@@ -136,7 +136,7 @@ def test_modules_of_optimizers_are_imported_for_all_if_ranks_share_cores(tmp_pat
     assert (shared is None) == script.endswith("\n(")
 
 
-def test_a_rank_sees_what_it_would_see_alone(launcher, fake_torch):
+def test_a_forked_rank_sees_the_same_as_a_separately_started_one(launcher, fake_torch):
     (launcher.folder / "input").write_text("typed")
     seen, parents = {}, {}
     for forks in ("1", "0"):
@@ -172,7 +172,7 @@ def test_a_rank_sees_what_it_would_see_alone(launcher, fake_torch):
         ("import atexit; atexit.register(print, 'at the end', file=sys.stderr)", 0, "at the end"),
     ],
 )
-def test_a_program_ends_as_it_would_alone(launcher, fake_torch, ending, status, said):
+def test_a_forked_program_ends_as_a_separately_started_one(launcher, fake_torch, ending, status, said):
     # One rank fails, so that the report is about that one.
     script = (
         f"import os, sys\nimport torch\nif os.environ['RANK'] == '1':\n{textwrap.indent(ending, '    ')}\n"

@@ -102,7 +102,7 @@ def test_the_secret_cannot_be_changed() -> None:
         os.close(fd)
 
 
-def test_a_number_that_is_of_another_file_is_no_secret(tmp_path: Path) -> None:
+def test_a_descriptor_of_another_file_is_no_secret(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 64)
     with open(tmp_path / "file", "rb") as file:
         for text in (str(file.fileno()), "1000000", "99999999999999999999", "-1", "x", ""):
@@ -113,7 +113,7 @@ def test_a_number_that_is_of_another_file_is_no_secret(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_without_such_memory_a_job_has_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_memory_file_a_job_has_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(1, "seccomp")
 

@@ -115,7 +115,7 @@ def test_a_terminal_shows_what_the_ranks_do(launcher: Launcher, monkeypatch) -> 
     job = launcher.start("-n", "2", "script.py", script=RECORDS)
     until_recorded(folder, job)
 
-    # Narrow: each row fits into 40 columns, and the terminal is left as it was.
+    # On a narrow terminal each row fits into 40 columns, and the terminal's screen is restored.
     narrow = Top(folder, columns=40)
     narrow.read_until(r"steps/s", count=2)
     assert narrow.interrupt() == 0
@@ -127,11 +127,11 @@ def test_a_terminal_shows_what_the_ranks_do(launcher: Launcher, monkeypatch) -> 
     assert any(re.fullmatch(r" *1 +\d+ +\d+% +\d* +\d+M *", row) for row in rows)
     assert any("loss 0.5" in row for row in rows)
 
-    # Without a terminal, once and without colours.
+    # Without a terminal it prints once, without colours.
     piped = once(folder, str(job.pid))
     assert piped.returncode == 0 and "script.py" in piped.stdout and "\x1b" not in piped.stdout
 
-    # A terminal that knows nothing gets one picture below the other, until the job ends.
+    # A dumb terminal gets one picture below the other, until the job ends.
     dumb = Top(folder, columns=80, TERM="dumb", NO_COLOR="1")
     dumb.read_until(r"steps/s", count=2)
     (folder / "stop").touch()

@@ -83,7 +83,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_ranks_start(launche
     assert "started" not in done.stdout
 
 
-def test_a_script_that_wraps_no_model_is_reported_so(launcher: Launcher) -> None:
+def test_a_script_that_wraps_no_model_is_reported(launcher: Launcher) -> None:
     launcher.write("print('done')")
     done = paceline("run", "-n", "2", "--trace", "out.json", "script.py", folder=launcher.folder)
     assert done.returncode == 0
@@ -136,7 +136,7 @@ def test_a_rank_that_sleeps_in_its_data_loader_is_named_at_the_end(launcher: Lau
     (said,) = [line for line in done.stderr.splitlines() if "the others waited for" in line]
     assert said.startswith("paceline: the others waited for rank 1 of 2 (host ")
     # A rank that gets no core may be late although the other one slept.
-    share = re.search(r"in (\d+) % of (20|21) steps, ", said)
-    assert share is not None and int(share[1]) >= 50
+    percent = re.search(r"in (\d+) % of (20|21) steps, ", said)
+    assert percent is not None and int(percent[1]) >= 50
     assert " Why: its data loading took " in said
     assert read_trace(folder / "out.json").keys() == {"rank 0", "rank 1"}
