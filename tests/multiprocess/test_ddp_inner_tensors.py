@@ -1,4 +1,4 @@
-"""Parameters and buffers that consist of other tensors: treated by these, or refused by name."""
+"""Parameters and buffers that consist of other tensors: DDP handles the inner tensors or refuses by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 
 class Lora(nn.Module):
-    """A quantised base, and what is trained beside it."""
+    """A frozen quantised base and a trained parameter."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def step(model: nn.Module, rank: int, world_size: int = 2) -> None:
 @pytest.mark.parametrize("as_buffer", [False, True])
 @PATHS
 @kept_ranks(2, group="gloo")
-def test_a_quantised_base_trains_beside_what_is_trained(rank: int, path: str, as_buffer: bool) -> None:
+def test_a_parameter_trains_beside_a_quantised_base(rank: int, path: str, as_buffer: bool) -> None:
     base = Quantised.make(rank) if as_buffer else frozen(rank)
     ddp = DistributedDataParallel(Lora(base), reduce_through=path, check_replicas_every=1)
     alone = Lora(frozen(0))
@@ -57,14 +57,14 @@ def test_a_quantised_base_trains_beside_what_is_trained(rank: int, path: str, as
         ddp.zero_grad()
         step(ddp, rank)
         assert_close(ddp.module.a.grad, alone.a.grad, rtol=1e-4, atol=1e-5)
-    for part in ("data_", "scale_"):  # rank 0's
-        assert torch.equal(getattr(ddp.module.base, part), getattr(alone.base, part))
+    for inner in ("data_", "scale_"):  # equal to those of rank 0
+        assert torch.equal(getattr(ddp.module.base, inner), getattr(alone.base, inner))
     ddp.sync_buffers()
 
 
 @PATHS
 @kept_ranks(2, group="gloo")
-def test_a_check_of_replicas_looks_into_tensors(rank: int, path: str) -> None:
+def test_a_check_of_replicas_compares_inner_tensors(rank: int, path: str) -> None:
     options: dict[str, Any] = {"init_sync": False, "check_replicas_every": 1, "reduce_through": path}
     ddp = DistributedDataParallel(Lora(frozen(0)), **options)
     step(ddp, rank)
@@ -88,7 +88,7 @@ class Trained(nn.Module):
 
 
 class Unwrap(torch.autograd.Function):
-    """The plain tensor within, with a gradient that is plain, too, or another wrapper."""
+    """Returns the inner tensor; its gradient is a plain tensor or, with `rewraps`, a wrapper."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, rewraps: bool) -> torch.Tensor:
@@ -255,7 +255,7 @@ def assert_same(ours: torch.Tensor, expected: torch.Tensor) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of kinds of tensors that it calls prototypes
+@pytest.mark.filterwarnings("ignore")  # torch warns about prototype tensor kinds
 @PATHS
 @kept_ranks(2, group="gloo")
 def test_buffers_of_every_kind_are_rank_0s(rank: int, path: str) -> None:
@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize("kind", REFUSED)
 @kept_ranks(2, group="gloo")
-def test_what_has_no_memory_is_refused_by_name_on_every_rank(
+def test_tensors_without_memory_are_refused_by_name_on_every_rank(
     rank: int, kind: str, only_rank: int | None
 ) -> None:
     make, pattern = REFUSED[kind]
@@ -344,7 +344,7 @@ TRAINED_REFUSED: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TRAINED_REFUSED)
 @kept_ranks(2, group="gloo")
-def test_what_cannot_be_trained_is_refused_by_name(rank: int, kind: str) -> None:
+def test_tensors_that_cannot_be_trained_are_refused_by_name(rank: int, kind: str) -> None:
     model = nn.Linear(3, 2)
     model.held = nn.Parameter(TRAINED_REFUSED[kind]())
     with pytest.raises(ConfigError, match="can't average gradients of 'held'"):
@@ -389,7 +389,7 @@ def test_a_gradient_that_is_a_subclass_of_a_plain_parameter(rank: int) -> None:
 
     model = nn.Linear(3, 2)
     ddp = DistributedDataParallel(model)
-    ddp(torch.ones(1, 3))  # any forward begins a backward
+    ddp(torch.ones(1, 3))  # a forward without a backward
     for _ in range(2):
         ddp.zero_grad()
         output = ddp(torch.ones(1, 3))
@@ -398,7 +398,7 @@ def test_a_gradient_that_is_a_subclass_of_a_plain_parameter(rank: int) -> None:
             assert_close(plain(parameter.grad), torch.full(parameter.shape, 1.5))
 
 
-def test_a_plan_of_memory_counts_what_a_tensor_consists_of() -> None:
+def test_a_plan_of_memory_counts_inner_tensors() -> None:
     plan = plan_memory(lambda: Lora(frozen(0)), ranks=2)
     assert plan.sizes.parameters == 4 * 3 + 4 * 4 + 4 * 3 * 4
 
@@ -412,11 +412,11 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# These only read it, or add what lies in a row to what lies in a row.
+# These calls work: they only read the tensor, or add contiguous memory to contiguous memory.
 POSSIBLE = (("expanded", "all_gather"), ("expanded", "send"), ("nested", "all_reduce"))
 
 
-def strange(kind: str) -> Any:
+def unusual(kind: str) -> Any:
     return {
         "quantised": lambda: Quantised.make(0),
         "zeros": lambda: torch._efficientzerotensor((4, 3)),
@@ -434,7 +434,7 @@ def test_collectives_refuse_tensors_without_memory(rank: int, call: str, kind: s
         if (kind, call) in POSSIBLE:
             return
         with pytest.raises(ConfigError):
-            COLLECTIVES[call](strange(kind))
+            COLLECTIVES[call](unusual(kind))
         whole = torch.ones(2)
-        dist.all_reduce(whole)  # the group is as good as before
+        dist.all_reduce(whole)  # the process group still works
         assert whole.tolist() == [2, 2]

@@ -1,4 +1,4 @@
-"""A backward that raised on one rank: then every rank raises once, whatever is called next, and all go on."""
+"""A backward raises on one rank: every other rank raises once, whatever is called next, and all continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ["group", "memory"]
 
 
 class Broken(torch.autograd.Function):
-    """Its backward raises, if it is to."""
+    """The identity; its backward raises while `is_broken` is not empty."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, is_broken: list[bool]) -> torch.Tensor:
@@ -36,14 +36,14 @@ class Broken(torch.autograd.Function):
 
 
 class Opaque:
-    """An output in which no tensor is found, so that the first parameter's hook begins a backward."""
+    """An output that hides its tensor from DDP, so that the first parameter's hook begins a backward."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class Model(nn.Module):
-    """Two layers and a function between them; `hides`: its output is opaque."""
+    """Two layers with a function between them that can raise. With `hides`, the output is an `Opaque`."""
 
     def __init__(self, *, hides: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def raises(error: type[BaseException]) -> Callable[[Any], None]:
 
 
 def break_backward(model: Model, how: str) -> Callable[[], None]:
-    """Let the next backward raise. Returns what mends it."""
+    """Makes the next backward raise. Returns a function that undoes this."""
     if how == "function":
         model.is_broken.append(True)
         return model.is_broken.clear
@@ -84,7 +84,7 @@ def break_backward(model: Model, how: str) -> Callable[[], None]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("how", ["function", "a hook of the gradient", "a hook after it", "Ctrl-C"])
 @ranks(2, group="gloo")
-def test_every_rank_raises_once_and_all_go_on(rank: int, path: str, how: str) -> None:
+def test_every_rank_raises_once_and_all_continue(rank: int, path: str, how: str) -> None:
     for view in (False, True):
         for hides in (False, True):
             model = Model(hides=hides)
@@ -95,10 +95,10 @@ def test_every_rank_raises_once_and_all_go_on(rank: int, path: str, how: str) ->
             for again in ("backward", "backward, much later", "forward"):
                 first, second = loss_of(ddp(x)), loss_of(ddp(2 * x))
                 if rank == 0:
-                    mend = break_backward(model, how)
+                    repair = break_backward(model, how)
                     with pytest.raises((MemoryError, KeyboardInterrupt)):
                         first.backward()
-                    mend()
+                    repair()
                     ddp.zero_grad()
                     if again == "backward, much later":
                         with ddp.no_sync():
@@ -120,15 +120,15 @@ def test_every_rank_raises_once_and_all_go_on(rank: int, path: str, how: str) ->
 
 
 @ranks(2, group="gloo")
-def test_where_every_rank_was_interrupted_all_go_on(rank: int) -> None:
+def test_all_ranks_continue_after_every_rank_was_interrupted(rank: int) -> None:
     model = Model(hides=False)
     ddp = DistributedDataParallel(model)
     x = torch.full((1, 4), 1.0 + rank)
     first, second = ddp(x).sum(), 2 * ddp(x).sum()
-    mend = break_backward(model, "function")
+    repair = break_backward(model, "function")
     with pytest.raises(MemoryError):
         first.backward()
-    mend()
+    repair()
     ddp.zero_grad()
     second.backward()
     assert_close(model.second.bias.grad, torch.full((2,), 2.0))
@@ -140,10 +140,10 @@ def test_a_broken_backward_is_reported_by_a_rank_that_has_no_more_data(rank: int
     ddp = DistributedDataParallel(model)
     loss = ddp(torch.ones(1, 4)).sum()
     if rank == 0:
-        mend = break_backward(model, "function")
+        repair = break_backward(model, "function")
         with pytest.raises(MemoryError):
             loss.backward()
-        mend()
+        repair()
     else:
         with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
             loss.backward()
@@ -152,10 +152,10 @@ def test_a_broken_backward_is_reported_by_a_rank_that_has_no_more_data(rank: int
 
 @pytest.mark.parametrize("weighted", [False, True])
 @ranks(2, group="gloo")
-def test_an_end_that_is_dropped_late_concerns_no_later_backward(
+def test_the_end_of_an_interrupted_backward_does_not_affect_the_next_one(
     rank: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by autograd's thread on a device, when the user's goes on with the next backward already."""
+    """autograd's device thread may drop `EndOfBackward` after the user's thread began the next backward."""
     kept: list[EndOfBackward] = []
 
     def keep(*arguments: Any) -> EndOfBackward:
@@ -174,10 +174,10 @@ def test_an_end_that_is_dropped_late_concerns_no_later_backward(
         return ddp(x).sum()
 
     for is_local in (False, True) if weighted else (False,):
-        mend = break_backward(model, "function")
+        repair = break_backward(model, "function")
         with ddp.no_sync() if is_local else contextlib.nullcontext(), pytest.raises(MemoryError):
             loss().backward()
-        mend()
+        repair()
         ddp.zero_grad()
         began = loss()
         drop = model.second.bias.register_hook(lambda _: kept.pop(0) and None)

@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel against one process with the whole batch, and against torch's own."""
+"""DistributedDataParallel's gradients, compared with one process with the whole batch and with torch's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PATHS = ["group", "memory"]
 WORLD = 2
 
 
-# Torch's own DDP makes torch import its compiler, which a loaded machine does in a minute.
+# torch's DDP imports torch's compiler, which takes up to a minute on a busy machine.
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo", deadline_s=240)
 def test_bits_equal_those_of_torch(rank: int, path: str) -> None:
-    """Halving is exact, so with two ranks nobody may differ by a bit."""
+    """Halving is exact, so with two ranks all bits must be equal."""
     x = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
     ours = DistributedDataParallel(mixed(), reduce_through=path, bucket_cap_mb=0.001)
-    # Before torch 2.13 there was no choice.
+    # torch before 2.13 has no such argument.
     is_chosen = "forward_sync_buffers" in inspect.signature(TorchDDP).parameters
     theirs = TorchDDP(mixed(), **({"forward_sync_buffers": True} if is_chosen else {}))
     for model in (ours, theirs):
@@ -39,11 +39,11 @@ def test_bits_equal_those_of_torch(rank: int, path: str) -> None:
 
 
 def train_with_caps(rank: int, path: str) -> list[list[bytes]]:
-    """One rank's weights after training with each bucket size and layout, and after a second run."""
+    """Returns one rank's weights after training with each bucket size and layout, the first of them twice."""
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
     found = []
     for cap, view in [(0.01, False), (1, False), (1, True), (25, False), (1000, False), (0.01, False)]:
-        model = two_layers(9000)  # three blocks and a bit
+        model = two_layers(9000)  # a little more than three blocks
         train(
             DistributedDataParallel(
                 model, reduce_through=path, bucket_cap_mb=cap, gradient_as_bucket_view=view
@@ -57,7 +57,7 @@ def train_with_caps(rank: int, path: str) -> list[list[bytes]]:
 def test_bits_do_not_depend_on_rank_or_bucket_size() -> None:
     for path in PATHS:
         results = run_ranks(train_with_caps, 3, {"path": path}, group="gloo")
-        if path == "group":  # gloo's own order of summation depends on the size of the array
+        if path == "group":  # gloo's order of summation depends on the size of the array
             assert results[0] == results[1] == results[2]
         else:
             assert all(weights == results[0][0] for result in results for weights in result)
@@ -76,7 +76,7 @@ def test_twenty_runs_give_the_same_bits(group: object) -> None:
 
 
 class NegatedLazily(torch.autograd.Function):
-    """Passes its input on; its gradient is right, but the memory behind it holds the negative."""
+    """The identity; its gradient has torch's negative bit, so the memory holds the negated values."""
 
     @staticmethod
     def forward(ctx, x):
@@ -98,7 +98,7 @@ def test_a_gradient_that_one_rank_negates_lazily(rank: int, path: str, view: boo
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             second = NegatedLazily.apply(self.second) if rank == 0 else self.second
-            return (second * x).sum() + (self.first * x).sum()  # the gradient of the first comes first
+            return (second * x).sum() + (self.first * x).sum()  # the gradient of `first` is ready first
 
     model = Model()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
@@ -111,7 +111,7 @@ def test_a_gradient_that_one_rank_negates_lazily(rank: int, path: str, view: boo
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo")
 def test_layouts_of_memory(rank: int, path: str) -> None:
-    """Channels last, transposed, expanded gradients: each arrives where its parameter expects it."""
+    """Gradients keep their parameter's layout: channels last, transposed, expanded."""
     for view in (False, True):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5, bias=True))
         model = model.to(memory_format=torch.channels_last)
@@ -133,7 +133,7 @@ def test_layouts_of_memory(rank: int, path: str) -> None:
 def test_the_order_of_the_first_backward_becomes_the_plan(rank: int, path: str, view: bool) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     model = nn.Module()
-    model.second, model.first = second, first  # registered against the order of use
+    model.second, model.first = second, first  # registered in the reverse order of use
     model.forward = lambda x: second(first(x))
     ddp = DistributedDataParallel(
         model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
@@ -145,5 +145,5 @@ def test_the_order_of_the_first_backward_becomes_the_plan(rank: int, path: str, 
         ddp(x).sum().backward()
         assert_close(second.bias.grad, torch.full((3,), 2.0 * len(orders)))
     assert orders[0] == ["first.bias", "first.weight", "second.bias", "second.weight"]
-    # Those of `second` come first in backward, in either order.
+    # The gradients of `second` are ready first in backward, in either order.
     assert set(orders[1][:2]) == {"second.bias", "second.weight"} and orders[2] == orders[1]

@@ -1,4 +1,4 @@
-"""The names of torch's class and of its objects: each is there, and says what torch's says."""
+"""The attributes and methods of torch's DDP class and objects exist in ours, with equal values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.multiprocess.ddp_models import Branches, train, two_layers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-ddp.md"
 PATHS = ["memory", "group"]
-OPTIONS: list[dict[str, Any]] = [  # those that torch's class of the installed version has
+OPTIONS: list[dict[str, Any]] = [  # only the options of the installed version of torch
     options
     for options in (
         {},
@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [  # those that torch's class of the installed v
     )
     if options.keys() <= inspect.signature(TorchDDP).parameters.keys()
 ]
-# Objects of the class itself, that answer to the same calls; and what tells how torch copies inputs.
+# Objects with the same methods but classes of our own, and the attribute of how torch copies inputs.
 OF_ITS_OWN = {"logger", "reducer", "process_group", "use_side_stream_for_tensor_copies"}
 
 
@@ -63,7 +63,7 @@ def public(names: Any) -> set[str]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "defaults"))
 @kept_ranks(1, group="gloo")
-def test_what_objects_of_torchs_class_have_ours_have(rank: int, options: dict[str, Any]) -> None:
+def test_objects_have_the_attributes_of_torchs_objects(rank: int, options: dict[str, Any]) -> None:
     model = with_buffers()
     theirs = TorchDDP(model, **options)
     ours = DistributedDataParallel(model, **options)
@@ -74,11 +74,11 @@ def test_what_objects_of_torchs_class_have_ours_have(rank: int, options: dict[st
     assert not ours.use_side_stream_for_tensor_copies and ours.process_group is theirs.process_group
     for name in sorted(public(vars(TorchDDP))):
         assert hasattr(DistributedDataParallel, name), name
-    # The page reports every one of them.
-    told = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
+    # The page documents all of them.
+    documented = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
     (line,) = re.findall(r"^These attributes of torch's objects .*", PAGE.read_text(), re.MULTILINE)
-    told |= set(re.findall(r"`(\w+)`", line))
-    assert public(vars(theirs)) | public(vars(TorchDDP)) <= told | {"training"}
+    documented |= set(re.findall(r"`(\w+)`", line))
+    assert public(vars(theirs)) | public(vars(TorchDDP)) <= documented | {"training"}
 
 
 @kept_ranks(2, group="gloo")
@@ -93,7 +93,7 @@ def test_the_device_mesh_is_the_argument(rank: int) -> None:
 
 
 @kept_ranks(1, group="gloo")
-def test_the_parameters_of_a_module_but_for_ignored_ones(rank: int) -> None:
+def test_the_data_parallel_parameters_exclude_ignored_ones(rank: int) -> None:
     model = two_layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
     ddp = DistributedDataParallel(model)
@@ -104,7 +104,7 @@ def test_the_parameters_of_a_module_but_for_ignored_ones(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_hooks_that_were_removed_average_nothing(rank: int) -> None:
+def test_nothing_is_averaged_after_the_hooks_are_removed(rank: int) -> None:
     model = two_layers()
     before = DistributedDataParallel(model)
     x = torch.full((1, 4), 1.0 + rank)
@@ -116,7 +116,7 @@ def test_hooks_that_were_removed_average_nothing(rank: int) -> None:
         late.backward()
     model.zero_grad()
     (model(x).sum() * (1 + rank)).backward()
-    assert_close(model[2].bias.grad, torch.full((2,), 1.0 + rank))  # this rank's own
+    assert_close(model[2].bias.grad, torch.full((2,), 1.0 + rank))  # this rank's local gradient
     with pytest.raises(ConfigError, match="_remove_autograd_hooks"):
         before(x)
     assert_close(before.eval()(x), model(x))
@@ -132,7 +132,7 @@ PHASES = ("forward_compute", "backward_compute", "backward_comm", "backward_comp
 
 
 class Slow(nn.Module):
-    """Takes a time in forward and in backward that can be told, between two layers."""
+    """Sleeps in forward before its first layer, and in backward between its two layers."""
 
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Slow(nn.Module):
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str) -> None:
-    """Lower bounds only: a sleep is never shorter than it says, and what waits for one is not either."""
+    """Checks lower bounds only: a sleep is never shorter than its argument, nor is a wait for it."""
     forward_s, backward_s = 0.02, 0.03
     model = Slow(forward_s, backward_s if rank else 0.0)
     ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb_list=[0.001, 1])
@@ -167,8 +167,8 @@ def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str)
         assert forward >= forward_s * 1e9
         assert 0 <= overlap <= min(backward, comm)
         if rank:
-            # The first bucket is complete before the sleep in backward, and averaged after it. (Rank 0 may
-            # come to its own when rank 1 has slept for a while.)
+            # The first bucket is complete before this rank's sleep in backward, and averaged after it. (Rank
+            # 0 may complete its bucket after rank 1 has slept for a while, so it has no such bound.)
             assert comm >= backward_s * 1e9
             assert backward >= overlap >= backward_s * 1e9
         assert forward + backward + comm - overlap < elapsed
@@ -187,7 +187,7 @@ def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str)
 
 
 @kept_ranks(2, group="gloo")
-def test_one_backward_in_so_many_is_timed(rank: int) -> None:
+def test_backwards_are_timed_at_the_sampling_rate(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.ones(1, 4)
     seen = []
@@ -207,23 +207,23 @@ def facts_of(ddp: nn.Module, *names: str) -> list[Any]:
 
 
 @kept_ranks(1, group="gloo")
-def test_torchs_own_facts(rank: int) -> None:
-    """What torch says of the same model, in the same words and units."""
+def test_logging_data_equals_torchs(rank: int) -> None:
+    """Both report the same names, values and units for the same model."""
     for model in (with_buffers(), two_layers().double()):
         theirs = TorchDDP(model)._get_ddp_logging_data()
         ours = DistributedDataParallel(model)._get_ddp_logging_data()
         assert len(theirs) > 20 and {name: ours.get(name) for name in theirs} == theirs
-    # Every name of torch's, once both are trained; alone, nothing is averaged or timed.
-    told = []
+    # After training, ours has every name of torch's. A single rank averages nothing, so values may differ.
+    reports = []
     for wrap in (TorchDDP, DistributedDataParallel):
         ddp = wrap(two_layers())
         ddp.register_comm_hook(None, allreduce_hook)
         for _ in range(3):
             ddp(torch.ones(1, 4)).sum().backward()
-        told.append(ddp._get_ddp_logging_data())
-    assert set(told[0]) <= set(told[1])
-    assert told[1]["comm_hook"] == told[0]["comm_hook"] == "allreduce_hook"
-    assert told[1]["can_set_static_graph"] == 1
+        reports.append(ddp._get_ddp_logging_data())
+    assert set(reports[0]) <= set(reports[1])
+    assert reports[1]["comm_hook"] == reports[0]["comm_hook"] == "allreduce_hook"
+    assert reports[1]["can_set_static_graph"] == 1
     builtin = dist.BuiltinCommHookType.FP16_COMPRESS
     for wrap in (TorchDDP, DistributedDataParallel):
         ddp = wrap(two_layers())
@@ -232,7 +232,7 @@ def test_torchs_own_facts(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_errors_are_told_under_torchs_names(rank: int) -> None:
+def test_errors_are_reported_under_torchs_names(rank: int) -> None:
     for wrap in (TorchDDP, DistributedDataParallel):
         ddp = wrap(two_layers())
         assert not {"has_error", "error"} & set(ddp._get_ddp_logging_data())
@@ -241,7 +241,7 @@ def test_errors_are_told_under_torchs_names(rank: int) -> None:
         assert facts_of(ddp, "has_error") == [1]
         assert str(caught.value) in facts_of(ddp, "error")[0]
     assert facts_of(copy.deepcopy(ddp), "has_error") == [None]
-    # Of a backward, of a forward; and that training goes on.
+    # Errors of a backward and of a forward are reported, too.
     ddp = DistributedDataParallel(nn.ModuleDict({"used": nn.Linear(4, 4), "idle": nn.Linear(4, 4)}))
     with pytest.raises(UnusedParameterError) as unused:
         ddp.used(torch.ones(1, 4)).sum().backward()
@@ -254,19 +254,19 @@ def test_errors_are_told_under_torchs_names(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_buckets_and_order_as_torch_tells_them(rank: int, path: str) -> None:
-    model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(3)))  # a layer has 1.87 MiB
+def test_buckets_and_order_are_reported_as_by_torch(rank: int, path: str) -> None:
+    model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(3)))  # 1.87 MiB per layer
     theirs = TorchDDP(model, bucket_cap_mb=2)
     ours = DistributedDataParallel(model, bucket_cap_mb=2, reduce_through=path)
     for ddp in (theirs, ours):
         for _ in range(3):
             ddp(torch.ones(1, 700)).sum().backward()
     same = ("prev_iteration_grad_ready_order_indices", "unused_parameter_size", "has_rebuilt_buckets")
-    # torch before 2.8 leaves out what is 0.
+    # torch before 2.8 omits values of 0.
     assert facts_of(ours, *same) == [
         fact or 0 if name == same[1] else fact for name, fact in zip(same, facts_of(theirs, *same))
     ]
-    # Paceline fills its buckets in another way.
+    # Paceline fills its buckets differently, so the rest is checked for consistency only.
     sizes, indices, count = facts_of(
         ours, "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices", "num_buckets_reduced"
     )
@@ -289,7 +289,7 @@ def used_by(kind: str) -> Iterator[str]:
 @pytest.mark.parametrize(("kind", "is_static"), [("the same", 1), ("not the same", 0), ("sometimes all", 0)])
 @kept_ranks(2, group="gloo")
 def test_a_static_graph_is_reported(rank: int, kind: str, is_static: int) -> None:
-    """Whatever is left in `.grad`: with zeros there, an unused parameter takes part in the mean."""
+    """The report does not depend on zeros left in `.grad`, with which unused parameters are averaged, too."""
     for set_to_none in (True, False):
         ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
         assert "can_set_static_graph" not in ddp._get_ddp_logging_data()
@@ -309,7 +309,7 @@ def test_profilers_show_each_average(rank: int, path: str) -> None:
     train(ddp, x)
     for profile in (torch.profiler.profile, torch.autograd.profiler.profile):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of profilers, about accelerators
+            warnings.simplefilter("ignore")  # profilers warn about accelerators
             with profile() as profiler:
                 for _ in range(3):
                     with ddp.no_sync():
@@ -317,7 +317,7 @@ def test_profilers_show_each_average(rank: int, path: str) -> None:
                     ddp(x).sum().backward()
         (row,) = [row for row in profiler.key_averages() if row.key == "paceline::average"]
         assert row.count == 3 and row.cpu_time_total > 0
-    train(ddp, x)  # and nothing is left of it
+    train(ddp, x)  # training still works without the profiler
 
 
 @kept_ranks(2, group="gloo")

@@ -1,4 +1,4 @@
-"""The norm that a backward finds out, when it is that of the gradients, and who had infinities."""
+"""Gradient norms that are reused from a backward, and the ranks and parameters with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ["group", "memory"]
 
 
 def backward(ddp: DistributedDataParallel, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """The means, before anybody changes them."""
+    """Runs a backward and returns copies of the mean gradients."""
     ddp.zero_grad()
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     (ddp(x).sum() * scale).backward()
@@ -35,15 +35,15 @@ def norm_of(means: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2, group="gloo")
-def test_clipping_needs_no_backward_for_the_norm(rank: int, path: str, view: bool, monkeypatch) -> None:
+def test_clipping_reuses_the_norm_of_the_backward(rank: int, path: str, view: bool, monkeypatch) -> None:
     ddp = DistributedDataParallel(
         two_layers(), reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
     )
-    ddp.clip_grad_norm_(1.0)  # from now on gradients are watched
+    ddp.clip_grad_norm_(1.0)  # norms are reused from the second call on
     for max_norm in (0.5, 1e6, 2.0):
         means = backward(ddp)
         with monkeypatch.context() as patch:
-            patch.setattr(nn.utils, "clip_grad_norm_", None)  # nobody computes a norm
+            patch.setattr(nn.utils, "clip_grad_norm_", None)  # computing a norm would raise
             total = ddp.clip_grad_norm_(max_norm)
         assert float(total) == pytest.approx(norm_of(means), rel=1e-5)
         factor = min(1.0, max_norm / (norm_of(means) + 1e-6))
@@ -53,7 +53,7 @@ def test_clipping_needs_no_backward_for_the_norm(rank: int, path: str, view: boo
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_gradients_that_were_changed_are_looked_at_again(rank: int, path: str) -> None:
+def test_the_norm_of_changed_gradients_is_computed_again(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     ddp.clip_grad_norm_(1.0)
     means = backward(ddp)
@@ -65,7 +65,7 @@ def test_gradients_that_were_changed_are_looked_at_again(rank: int, path: str) -
     assert float(ddp.clip_grad_norm_(1.0, norm_type=math.inf)) == pytest.approx(biggest)
 
 
-PAST_TORCH = {  # version counters see none of these
+PAST_TORCH = {  # torch's version counters do not count these changes
     "data": lambda gradient: gradient.data.mul_(0.01),
     "numpy": lambda gradient: np.multiply(gradient.numpy(), 0.01, out=gradient.numpy()),
     "kernel": lambda gradient: ctypes.memset(gradient.data_ptr(), 0, gradient.nbytes),
@@ -73,19 +73,19 @@ PAST_TORCH = {  # version counters see none of these
 }
 
 
-@pytest.mark.parametrize("way", PAST_TORCH)
+@pytest.mark.parametrize("change", PAST_TORCH)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_gradients_that_were_changed_past_torch_are_looked_at_again(
-    rank: int, path: str, view: bool, way: str
+def test_the_norm_is_computed_again_after_changes_that_bypass_torch(
+    rank: int, path: str, view: bool, change: str
 ) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, gradient_as_bucket_view=view)
     ddp.clip_grad_norm_(1.0)
-    names = ("0.weight",) if way == "set" else ("0.weight", "2.bias")  # a view that was moved is refused
+    names = ("0.weight",) if change == "set" else ("0.weight", "2.bias")  # a moved view is refused
     for name in names:
         backward(ddp)
-        PAST_TORCH[way](ddp.module.get_parameter(name).grad)
+        PAST_TORCH[change](ddp.module.get_parameter(name).grad)
         now = gradients(ddp.module)
         assert float(ddp.clip_grad_norm_(0.5)) == pytest.approx(norm_of(now), rel=1e-5)
         assert norm_of(gradients(ddp.module)) == pytest.approx(min(0.5, norm_of(now)), rel=1e-4)
@@ -98,7 +98,7 @@ def test_the_norm_of_a_backward_that_raised_is_computed(rank: int, path: str) ->
     del model.never
     ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.0001)
     ddp.clip_grad_norm_(1.0)
-    for scale in (1.0, 1000.0, 1.0):  # statistics are kept for two backward passes in turn
+    for scale in (1.0, 1000.0, 1.0):  # statistics alternate between two slots, one per backward
         ddp.zero_grad()
         (ddp(torch.ones(1, 3), "both").sum() * scale).backward()
     ddp.zero_grad()
@@ -113,7 +113,7 @@ def own_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@kept_ranks(2, group="gloo", deadline_s=240)  # the first optimizer of a process takes its time
+@kept_ranks(2, group="gloo", deadline_s=240)  # the first optimizer of a process is slow to create
 def test_clipping_with_a_grad_scaler(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="ignore")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
@@ -137,7 +137,7 @@ def test_clipping_with_a_grad_scaler(rank: int, path: str) -> None:
     backward(ddp, scale=math.inf if rank else 256.0)
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == 128.0  # on the rank without an infinity too
+    assert scaler.get_scale() == 128.0  # on the rank with finite gradients, too
     for name, parameter in ddp.module.named_parameters():
         assert torch.equal(parameter, before[name])
 
@@ -145,7 +145,7 @@ def test_clipping_with_a_grad_scaler(rank: int, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 @pytest.mark.filterwarnings("ignore:The gradient holds")
-def test_who_had_infinities(rank: int, path: str) -> None:
+def test_ranks_and_parameters_with_nonfinite_gradients(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, bucket_cap_mb=0.0001)
     backward(ddp, math.nan if rank == 1 else 1.0)
     assert ddp.nonfinite() == {1: ("0.weight", "0.bias", "2.weight", "2.bias")}
@@ -159,7 +159,7 @@ def test_who_had_infinities(rank: int, path: str) -> None:
 
 
 @kept_ranks(1, group="gloo")
-def test_statistics_of_a_rank_alone(rank: int) -> None:
+def test_norm_and_nonfinite_of_a_single_rank(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     means = backward(ddp)
     assert float(ddp.clip_grad_norm_(0.5)) == pytest.approx(norm_of(means), rel=1e-5)

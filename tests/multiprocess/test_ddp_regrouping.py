@@ -1,4 +1,4 @@
-"""A wrapped model that goes on with other ranks."""
+"""A wrapped model that continues with another process group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.multiprocess.ddp_models import two_layers
 
 
 def mean_of_ones(ddp: DistributedDataParallel, factor: float) -> torch.Tensor:
-    """The mean over ranks of `factor`."""
+    """Returns a gradient that is the mean over ranks of `factor`."""
     ddp.zero_grad()
     (ddp(torch.ones(1, 4)).sum() * factor).backward()
     return ddp.module[2].bias.grad
 
 
 @ranks(3, group="gloo", dies={2: signal.SIGKILL})
-def test_ranks_may_leave_die_and_come_back(rank: int) -> None:
+def test_ranks_may_leave_die_and_return(rank: int) -> None:
     pair = dist.new_group([0, 1])
     three, two = torch.full((2,), 2.0), torch.full((2,), 1.5)
     for options in ({"reduce_through": "group"}, {"gradient_as_bucket_view": True}, {}):
@@ -58,7 +58,7 @@ def test_ranks_may_leave_die_and_come_back(rank: int) -> None:
         assert_close(mean_of_ones(ddp, 1.0 + rank), two)
     ddp.register_comm_hook(pair, fp16_compress_hook)
     ddp._update_process_group(pair)
-    assert ddp.gradient_path == "group"  # the hook is still there
+    assert ddp.gradient_path == "group"  # because the hook is still registered
     assert_close(mean_of_ones(ddp, 1.0 + rank), two)
 
 
@@ -70,7 +70,7 @@ def step(ddp: DistributedDataParallel, rank: int) -> None:
 
 
 @kept_ranks(3, group="gloo")
-def test_ranks_with_other_backwards_behind_them_must_have_the_same_weights(rank: int) -> None:
+def test_ranks_with_different_histories_must_have_equal_weights(rank: int) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ddp = DistributedDataParallel(two_layers())
     step(ddp, rank)
@@ -87,26 +87,26 @@ def test_ranks_with_other_backwards_behind_them_must_have_the_same_weights(rank:
         dist.broadcast(parameter.detach(), 0)
     assert ddp.module[2].bias.grad is not None
     ddp._update_process_group(dist.group.WORLD)
-    assert ddp.module[2].bias.grad is None  # nobody steps with what not all have
+    assert ddp.module[2].bias.grad is None  # gradients that not all ranks have are dropped
     step(ddp, rank)
     ddp._update_process_group(dist.group.WORLD)
-    assert ddp.module[2].bias.grad is not None  # the same `BackwardSync` again
+    assert ddp.module[2].bias.grad is not None  # the `BackwardSync` is the same, so gradients are kept
     assert_close(mean_of_ones(ddp, 1.0 + rank), torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("view", [False, True])
 @ranks(3, group="gloo")
-def test_survivors_of_a_stop_agree_and_go_on(rank: int, view: bool) -> None:
-    """Rank 1 is stopped with a chunk in its hands; what it writes afterwards, nobody sees.
+def test_ranks_agree_after_one_was_stopped_and_continue(rank: int, view: bool) -> None:
+    """Rank 1 is stopped after it has claimed a chunk; its later writes reach no other rank's gradients.
 
-    The short time-out is meant for that rank alone: no other is late by as much, on a busy machine too.
+    The short timeout is for that rank only: even on a busy machine, no other rank is late by that much.
     """
     pair = dist.new_group([0, 2])
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     torch.manual_seed(0)
     model = torch.nn.Linear(1000, 1000, bias=False)
-    warm = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)  # imports what it takes
+    warm = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)  # so that all imports are done
     mean_of_ones(warm, 1.0)
     dist.barrier()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, timeout_s=4)
@@ -115,7 +115,7 @@ def test_survivors_of_a_stop_agree_and_go_on(rank: int, view: bool) -> None:
         _core.arm_fault(_core.fault_points().index("chunk_claimed"), _core.FAULT_ACTIONS["stop"], 1)
     good = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(DeadlineError):
-        while True:  # until it gets one
+        while True:  # until the deadline passes
             ddp.zero_grad()
             ddp(torch.full((1, 1000), 1.0 + rank)).sum().backward()
             good += 1
@@ -128,8 +128,8 @@ def test_survivors_of_a_stop_agree_and_go_on(rank: int, view: bool) -> None:
         if rank == 0:
             os.kill(int(pids[1]), signal.SIGCONT)
     numbers = [torch.zeros_like(good) for _ in range(3)]
-    dist.all_gather(numbers, good)  # by now rank 1 has written what it writes
-    assert numbers[0] == numbers[1] == numbers[2]  # though it counted the chunk that was missing
+    dist.all_gather(numbers, good)  # rank 1 has finished its late writes by now
+    assert numbers[0] == numbers[1] == numbers[2]  # although rank 1 completed the missing chunk
     if rank == 1:
         return
     assert model.weight.grad is held and bool((held == 7.0).all())

@@ -1,4 +1,4 @@
-"""Replicas that drift by anything but gradients: the check names the rank and what differs."""
+"""Replicas that differ by more than gradients explain: the check names the rank and the differing values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def backward(ddp: DistributedDataParallel) -> None:
 
 
 def update(ddp: DistributedDataParallel, rate: float = 0.1) -> None:
-    """A step of gradient descent; making one of torch's optimizers takes a process seconds."""
+    """A step of gradient descent without an optimizer of torch, whose first one takes seconds to create."""
     with torch.no_grad():
         for parameter in ddp.parameters():
             parameter.sub_(parameter.grad, alpha=rate)
@@ -35,7 +35,7 @@ def update(ddp: DistributedDataParallel, rate: float = 0.1) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(3, group="gloo")
-def test_a_check_on_demand_looks_at_the_optimizer_too(rank: int, path: str) -> None:
+def test_a_check_on_demand_compares_the_optimizer_state_too(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(network(), reduce_through=path)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
     backward(ddp)
@@ -81,7 +81,7 @@ def test_buffers_are_compared_as_their_policy_says(rank: int) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_equal_replicas_pass_every_check(rank: int, path: str) -> None:
-    """Layouts, dtypes, empty and shared parameters; ranks without data; weights; accumulation."""
+    """Covers layouts, dtypes, empty and shared tensors, ranks that run out of data, and accumulation."""
     net = nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.Flatten())
     net.append(nn.Linear(12, 4)).append(nn.Linear(4, 4, bias=False)).append(nn.Linear(4, 4, bias=False))
     net[4].weight = net[3].weight
@@ -99,7 +99,7 @@ def test_equal_replicas_pass_every_check(rank: int, path: str) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_the_argument_makes_sense_and_is_the_same_on_all_ranks(rank: int) -> None:
+def test_check_replicas_every_is_validated_and_equal_on_all_ranks(rank: int) -> None:
     for wrong in (-1, 2.5, "often"):
         with pytest.raises(ConfigError, match="check_replicas_every"):
             DistributedDataParallel(network(), check_replicas_every=wrong)
@@ -108,7 +108,7 @@ def test_the_argument_makes_sense_and_is_the_same_on_all_ranks(rank: int) -> Non
 
 
 @kept_ranks(1, group=None)
-def test_alone_there_is_nothing_to_compare(rank: int) -> None:
+def test_a_single_rank_compares_nothing(rank: int) -> None:
     ddp = DistributedDataParallel(network(), check_replicas_every=1)
     ddp(torch.randn(5, 4)).sum().backward()
     ddp.check_replicas()
@@ -124,29 +124,29 @@ def train(ddp: DistributedDataParallel, steps: int = 2) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(3, group="gloo")
 def test_a_skipped_or_additional_step_is_reported_in_the_next_backward(rank: int, path: str) -> None:
-    for steps, told in ((0, "ranks 0-1: 12; rank 2: 0"), (2, "ranks 0-1: 12; rank 2: 24")):
+    for steps, expected in ((0, "ranks 0-1: 12; rank 2: 0"), (2, "ranks 0-1: 12; rank 2: 24")):
         ddp = DistributedDataParallel(network(), reduce_through=path)
         train(ddp)
         for _ in range(steps if rank == ODD else 1):
             with torch.no_grad():
                 for parameter in ddp.parameters():
-                    for _ in range(4):  # as an optimizer that writes several times
+                    for _ in range(4):  # like an optimizer that writes several times per step
                         parameter.sub_(parameter.grad, alpha=0.1)
         with pytest.raises(ReplicasDifferError, match=r"Rank 2 of 3 .*parameter '0\.weight'") as caught:
             backward(ddp)
-        assert told in caught.value.seen
+        assert expected in caught.value.seen
 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(3, group="gloo")
-def test_a_drift_without_another_number_of_writes_is_a_warning(rank: int, path: str) -> None:
+def test_drift_with_equal_numbers_of_writes_is_a_warning(rank: int, path: str) -> None:
     """Processors of different kinds may round differently; check_replicas_every makes it an error."""
     ddp = DistributedDataParallel(network(), reduce_through=path)
     train(ddp)
     update(ddp, 0.1 if rank != ODD else 0.1001)
     with pytest.warns(RuntimeWarning, match=r"Rank 2 of 3 .*parameter '0\.weight'"):
         backward(ddp)
-    train(ddp)  # told once
+    train(ddp)  # it warns only once
     silent = DistributedDataParallel(network(), reduce_through=path, check_replicas_every=0)
     strict = DistributedDataParallel(network(), reduce_through=path, check_replicas_every=1000)
     for ddp in (silent, strict):
@@ -158,16 +158,16 @@ def test_a_drift_without_another_number_of_writes_is_a_warning(rank: int, path: 
 
 
 @kept_ranks(2, group="gloo")
-def test_writes_that_leave_the_replicas_equal_are_globally_unused_business(rank: int) -> None:
+def test_extra_writes_are_accepted_if_the_replicas_stay_equal(rank: int) -> None:
     ddp = DistributedDataParallel(network())
     train(ddp)
-    if rank == 0:  # it evaluates with other weights, and takes its own again
+    if rank == 0:  # it evaluates with other weights, then restores its own
         own = {name: value.clone() for name, value in ddp.module.state_dict().items()}
         ddp.module.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
         ddp.module.load_state_dict(own)
     update(ddp)
     train(ddp)
-    if rank == 0:  # a server of parameters
+    if rank == 0:  # it acts as a parameter server
         update(ddp)
     for parameter in ddp.parameters():
         dist.broadcast(parameter.detach(), src=0)
@@ -175,7 +175,7 @@ def test_writes_that_leave_the_replicas_equal_are_globally_unused_business(rank:
 
 
 @kept_ranks(2, group="gloo")
-def test_replicas_that_step_alone_for_a_while_are_told_of_at_most(rank: int) -> None:
+def test_replicas_that_step_alone_for_a_while_cause_only_a_warning(rank: int) -> None:
     ddp = DistributedDataParallel(network())
     train(ddp)
     for _ in range(2 + rank):

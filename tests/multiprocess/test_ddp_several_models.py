@@ -1,6 +1,6 @@
-"""Several wrapped models whose ranks use other parameters, or whose backwards raise, and then go on.
+"""Several wrapped models: ranks use different parameters, or backwards raise and training continues.
 
-Over a process group the calls of all models pair by their order; in the memory of a host they need not.
+Over a process group, the collectives of all models match by their order. In shared memory they need not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.torch import DistributedDataParallel
 from tests.harness import kept_ranks
 
 PATHS = ["group", "memory"]
-WIDTHS = (3, 9, 5, 17)  # buckets of other sizes: calls that do not pair cannot pass for others
+WIDTHS = (3, 9, 5, 17)  # buckets of different sizes, so that mismatched collectives fail
 SKIPPED = ((), (3, 1), (0,), (2, 3))
 
 
 class Blocks(nn.Module):
-    """Blocks, of which a forward can skip some."""
+    """Residual blocks; a forward can skip some of them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Blocks(nn.Module):
 
 
 def pair(path: str) -> tuple[list[Blocks], list[DistributedDataParallel]]:
-    """Two models, and both wrapped: a bucket for each parameter, which may be unused."""
+    """Returns two models and their wrappers, with a bucket per parameter and unused parameters allowed."""
     models = [Blocks(1), Blocks(2)]
     wrapped = [
         DistributedDataParallel(each, bucket_cap_mb=1e-6, find_unused_parameters=True, reduce_through=path)
@@ -54,7 +54,7 @@ def inputs(rank: int) -> torch.Tensor:
 
 
 def check_mean(models: Sequence[nn.Module], loss: Callable[[Sequence[nn.Module], int], torch.Tensor]) -> None:
-    """Compare gradients with those of one process that makes the losses of both ranks, in float64."""
+    """Compares gradients with those of one process that computes the losses of both ranks, in float64."""
     alone = [copy.deepcopy(each).double() for each in models]
     for each in alone:
         each.zero_grad()
@@ -67,7 +67,7 @@ def check_mean(models: Sequence[nn.Module], loss: Callable[[Sequence[nn.Module],
 
 
 def joint(models: Sequence[nn.Module], rank: int, chained: bool = False) -> torch.Tensor:
-    """A loss of both models, of which this rank skips blocks."""
+    """A loss of both models, in which each rank skips other blocks."""
     x = inputs(rank).to(next(models[0].parameters()).dtype)
     first = models[0](x, SKIPPED[1 + rank])
     second = models[1](first if chained else x, SKIPPED[2 * rank])
@@ -75,7 +75,7 @@ def joint(models: Sequence[nn.Module], rank: int, chained: bool = False) -> torc
 
 
 def break_at(model: Blocks, block: int) -> Callable[[], None]:
-    """Let the next backward raise when it comes to a block. Returns what mends it."""
+    """Makes the next backward raise when it reaches a block. Returns a function that undoes this."""
 
     def fail(_: torch.Tensor) -> None:
         raise MemoryError("in a hook")
@@ -86,7 +86,7 @@ def break_at(model: Blocks, block: int) -> Callable[[], None]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("chained", [False, True])
 @kept_ranks(2, group="gloo")
-def test_ranks_use_other_parameters_of_models_in_one_backward(rank: int, path: str, chained: bool) -> None:
+def test_ranks_use_different_parameters_of_two_models(rank: int, path: str, chained: bool) -> None:
     models, wrapped = pair(path)
     for _ in range(3):
         for each in models:
@@ -98,16 +98,16 @@ def test_ranks_use_other_parameters_of_models_in_one_backward(rank: int, path: s
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("goes_on_with", ["the other", "both", "the forwards of before"])
 @kept_ranks(2, group="gloo")
-def test_a_backward_that_raised_at_another_place_on_each_rank(
+def test_a_backward_that_raises_at_different_places_on_each_rank(
     rank: int, path: str, goes_on_with: str
 ) -> None:
     models, wrapped = pair(path)
-    joint(wrapped, rank).backward()  # the order of buckets is final
+    joint(wrapped, rank).backward()  # from here on, the order of buckets is fixed
     kept = joint(wrapped, rank) if goes_on_with == "the forwards of before" else None
-    mend = break_at(models[0], 2 * rank)
+    repair = break_at(models[0], 2 * rank)
     with pytest.raises(MemoryError):
         wrapped[0](inputs(rank)).sum().backward()
-    mend()
+    repair()
     for each in models:
         each.zero_grad()
     if goes_on_with == "the other":
@@ -122,13 +122,13 @@ def test_a_backward_that_raised_at_another_place_on_each_rank(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("broken", [0, 1])
 @kept_ranks(2, group="gloo")
-def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: int) -> None:
+def test_a_backward_of_several_models_that_raises(rank: int, path: str, broken: int) -> None:
     models, wrapped = pair(path)
     joint(wrapped, rank).backward()
-    mend = break_at(models[broken], 2 * rank)
+    repair = break_at(models[broken], 2 * rank)
     with pytest.raises(MemoryError):
         (wrapped[0](inputs(rank)) + wrapped[1](inputs(rank))).sum().backward()
-    mend()
+    repair()
     for each in models:
         each.zero_grad()
     joint(wrapped, rank).backward()
@@ -136,14 +136,14 @@ def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: 
 
 
 @kept_ranks(2, group="gloo")
-def test_a_backward_that_one_rank_broke_off_is_given_up_before_that_of_another_model(rank: int) -> None:
+def test_an_interrupted_backward_ends_before_that_of_another_model(rank: int) -> None:
     models, wrapped = pair("group")
     joint(wrapped, rank).backward()
-    mend = break_at(models[0], 2) if rank == 0 else lambda: None
-    # Rank 1 has its error when rank 0 begins a backward of the other model, which is good on both.
+    repair = break_at(models[0], 2) if rank == 0 else lambda: None
+    # Rank 1 raises when rank 0 begins a backward of the other model. That backward succeeds on both ranks.
     with pytest.raises(MemoryError if rank == 0 else SkippedPassError):
         wrapped[0](inputs(rank)).sum().backward()
-    mend()
+    repair()
     for each in models:
         each.zero_grad()
     wrapped[1](inputs(rank)).sum().backward()

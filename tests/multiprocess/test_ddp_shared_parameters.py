@@ -1,4 +1,4 @@
-"""Several wrapped modules in one backward: one after the other, with parameters in common, one in another."""
+"""Several wrapped modules in one backward: chained, with shared parameters, or nested."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.torch.backward.graphs import RunningCall
 from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
-WIDTH = 256  # a weight of 256 KiB: in shared memory large buckets are treated in another way than small ones
+WIDTH = 256  # a weight of 256 KiB: large and small buckets take different code paths in shared memory
 
 
 class Pair(nn.Module):
-    """Two modules that share their first layer, and a third after them."""
+    """Two modules that share layers, followed by a third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ def test_parameters_of_two_wrapped_modules(rank: int, path: str) -> None:
                 alone(x + step).square().mean().backward()
                 model(own + step).square().mean().backward()
                 check(net, alone)
-            if not nested:  # one after the other: each averages in backwards of its own outputs
-                for part, reference in ((net.left, alone.left), (net.right, alone.right)):
+            if not nested:  # each module averages in a backward of its own output
+                for module, reference in ((net.left, alone.left), (net.right, alone.right)):
                     net.zero_grad()
                     alone.zero_grad()
-                    part(own).square().mean().backward()
+                    module(own).square().mean().backward()
                     reference(x).square().mean().backward()
                     check(net, alone)
 
@@ -76,7 +76,10 @@ def check(net: nn.Module, alone: nn.Module) -> None:
 @pytest.mark.parametrize("is_seen", [True, False])
 @kept_ranks(2, group="gloo")
 def test_wrapped_twice_but_used_once(rank: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a wrapper is made anew while the old one is still there; nobody may see who calls."""
+    """A model is wrapped again while its old wrapper exists.
+
+    `is_seen` is False: the hooks cannot find out which kind of autograd call runs them.
+    """
     if not is_seen:
         monkeypatch.setattr("paceline.torch.backward.autograd.running_call", lambda: RunningCall.UNKNOWN)
     net = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Sparse gradients, of a model's own and of embeddings that are weighed, unused or not finite."""
+"""Sparse gradients: of a whole model, and of embeddings that are weighted, unused or not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = ["memory", "group"]
 
 
 class Words(nn.Module):
-    """Sums embeddings; the weight of the second embedding is used densely too, where `dense` says so."""
+    """Sums two embeddings. With `dense`, it also uses the weight of the second embedding densely."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_sparse_gradients(rank: int, path: str) -> None:
         (ddp(ids[rank, 2:], dense=step == 2) / 2).backward()
         assert net.words.weight.grad.is_sparse and net.tied.weight.grad.is_sparse == (step < 2)
         ours, expected = [[p.grad for p in module.parameters()] for module in (net, alone)]
-        if step < 2:  # the dense term is no mean over words
+        if step < 2:  # in step 2, only equality between ranks is checked
             assert_close(dense_of(ours), dense_of(expected))
             assert_close(ddp.grad_norm(), torch.cat([g.flatten() for g in dense_of(expected)]).norm().item())
         mine = torch.cat([g.flatten() for g in dense_of(p.grad for p in net.parameters())])
@@ -69,7 +69,7 @@ def test_sparse_gradients(rank: int, path: str) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
+def test_sparse_gradients_that_are_weighted_unused_or_nonfinite(rank: int) -> None:
     net = nn.Embedding(4, 1, sparse=True)
     net.weight.data.zero_()
     ddp = DistributedDataParallel(net, find_unused_parameters=True, nonfinite="raise")
@@ -78,10 +78,10 @@ def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
     assert_close(net.weight.grad.to_dense(), torch.tensor([[0.75], [1.25], [0.0], [0.0]]))
 
     with ddp.join():
-        for _ in range(1 + rank):  # in the second backward rank 0 counts as zeros
+        for _ in range(1 + rank):  # in the second backward, rank 0 contributes zeros
             ddp.zero_grad()
             ddp(torch.tensor([3])).sum().backward()
-    # What rank 0 has is its own again: the mean of the first backward.
+    # Rank 0 keeps the mean of the first backward.
     assert_close(net.weight.grad.to_dense()[3], torch.tensor([0.5 if rank else 1.0]))
 
     net = nn.ModuleList([nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1, bias=False)])
@@ -111,7 +111,7 @@ def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_a_mean_without_rows_is_added_to(rank: int, path: str) -> None:
-    """Autograd makes the memory of a sparse gradient longer, so it must be torch's own."""
+    """Autograd resizes the storage of a sparse gradient in place, so torch must own it."""
     net = nn.Embedding(4, 2, sparse=True)
     ddp = DistributedDataParallel(net, reduce_through=path)
     for ids in ([], [1], [1, 2]):
@@ -122,8 +122,8 @@ def test_a_mean_without_rows_is_added_to(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_mean_in_which_no_rank_counts_stays_sparse(rank: int, path: str) -> None:
-    """SparseAdam takes no dense gradient, and SGD with momentum none where a sparse one was."""
+def test_a_mean_without_any_weight_stays_sparse(rank: int, path: str) -> None:
+    """SparseAdam refuses dense gradients, and SGD with momentum refuses a dense one after a sparse one."""
     net = nn.Embedding(4, 2, sparse=True)
     before = net.weight.detach().clone()
     ddp = DistributedDataParallel(net, reduce_through=path)
@@ -132,5 +132,5 @@ def test_a_mean_in_which_no_rank_counts_stays_sparse(rank: int, path: str) -> No
     assert net.weight.grad.is_sparse and net.weight.grad._values().shape == (0, 2)
     torch.optim.SparseAdam(net.parameters()).step()
     assert torch.equal(net.weight, before)
-    ddp(torch.tensor([rank])).sum().backward()  # added to it, with the usual weight
+    ddp(torch.tensor([rank])).sum().backward()  # with the default weight, accumulated onto the empty mean
     assert_close(net.weight.grad.to_dense()[:, 0], torch.tensor([0.5, 0.5, 0.0, 0.0]))
