@@ -1,4 +1,4 @@
-"""What static_graph=True promises, and that a broken promise is reported on every rank, in that backward."""
+"""The promise of static_graph=True. If one rank breaks it, every rank raises in that backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.torch import DistributedDataParallel
 from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
-# What a loop may do with gradients between two steps.
+# How a training loop may clear gradients between two steps.
 CLEARED = {
     "to None": lambda model: model.zero_grad(),
     "to zeros": lambda model: model.zero_grad(set_to_none=False),
@@ -26,7 +26,7 @@ CLEARED = {
 
 
 class Fork(nn.Module):
-    """Uses the layers that the caller names."""
+    """Uses the layers that its caller names, and the layer `always`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,16 +46,16 @@ def step(ddp: nn.Module, rank: int, *names: str) -> None:
 @pytest.mark.parametrize("cleared", CLEARED)
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_parameter_that_comes_later_breaks_the_promise(rank: int, path: str, cleared: str) -> None:
-    for who in ([1], [0, 1]):  # on one rank, or on both alike
+def test_a_parameter_that_is_used_later_breaks_the_promise(rank: int, path: str, cleared: str) -> None:
+    for changed_on in ([1], [0, 1]):  # on one rank, or on both
         ddp = DistributedDataParallel(Fork(), static_graph=True, reduce_through=path)
         for _ in range(2):
             step(ddp, rank)
             CLEARED[cleared](ddp)
         with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
-            step(ddp, rank, *(["left"] if rank in who else []))
+            step(ddp, rank, *(["left"] if rank in changed_on else []))
         assert caught.value.changed == ("left.weight",)
-        named = "rank 1: left.weight" if who == [1] else "ranks 0-1: left.weight"
+        named = "rank 1: left.weight" if changed_on == [1] else "ranks 0-1: left.weight"
         assert f"no gradient in the first backward, {named}" in str(caught.value)
 
 
@@ -66,7 +66,7 @@ def test_a_parameter_that_comes_later_breaks_the_promise(rank: int, path: str, c
 def test_a_parameter_that_drops_out_breaks_the_promise(
     rank: int, path: str, view: bool, cleared: str
 ) -> None:
-    for who in ([1], [0, 1]):
+    for changed_on in ([1], [0, 1]):
         ddp = DistributedDataParallel(
             Fork(), static_graph=True, reduce_through=path, gradient_as_bucket_view=view
         )
@@ -74,11 +74,11 @@ def test_a_parameter_that_drops_out_breaks_the_promise(
             step(ddp, rank, "left", "right")
             CLEARED[cleared](ddp)
         with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
-            step(ddp, rank, "left", *(["right"] if rank not in who else []))
+            step(ddp, rank, "left", *(["right"] if rank not in changed_on else []))
         assert caught.value.changed == ("right.weight",)
-        named = "rank 1: right.weight" if who == [1] else "ranks 0-1: right.weight"
+        named = "rank 1: right.weight" if changed_on == [1] else "ranks 0-1: right.weight"
         assert f"no gradient any more, {named}" in str(caught.value)
-        # Told once; who keeps the promise again trains on.
+        # The error is raised once; training continues when the promise is kept again.
         ddp.zero_grad()
         step(ddp, rank, "left", "right")
         assert_close(ddp.module.right.weight.grad, torch.full((1, 1), 1.5))
@@ -86,8 +86,8 @@ def test_a_parameter_that_drops_out_breaks_the_promise(
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_each_rank_has_a_graph_of_its_own(rank: int, path: str) -> None:
-    """What ranks leave out may differ between them, whatever is left in `.grad` where a rank has none."""
+def test_ranks_may_have_different_graphs(rank: int, path: str) -> None:
+    """Ranks may leave out different parameters, whether their `.grad` is None, zeros, or an old gradient."""
     ddp = DistributedDataParallel(Fork(), static_graph=True, reduce_through=path)
     own, other = ("left", "right") if rank else ("right", "left")
     for cleared in CLEARED.values():
@@ -103,7 +103,7 @@ def test_each_rank_has_a_graph_of_its_own(rank: int, path: str) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_micro_batches_count_together(rank: int) -> None:
+def test_the_promise_holds_for_all_micro_batches_of_a_step_together(rank: int) -> None:
     ddp = DistributedDataParallel(Fork(), static_graph=True)
     for _ in range(3):
         ddp.zero_grad()
@@ -113,7 +113,7 @@ def test_micro_batches_count_together(rank: int) -> None:
         assert_close(ddp.module.left.weight.grad, torch.full((1, 1), 1.5))
     ddp.zero_grad()
     with pytest.raises(GraphChangedError) as caught:
-        step(ddp, rank, "right")  # without the micro-batch that used the other
+        step(ddp, rank, "right")  # without the micro-batch that uses `left`
     assert caught.value.changed == ("left.weight",)
 
 
@@ -124,7 +124,7 @@ def test_a_rank_without_data_keeps_the_promise_of_its_first_backward(rank: int) 
         for _ in range(2 + rank):
             ddp.zero_grad()
             step(ddp, rank, "left")
-        if epoch and rank:  # the other one has ended already, and learns it nevertheless
+        if epoch and rank:  # rank 0 is in finish() and raises, too
             with pytest.raises(GraphChangedError, match="rank 1: left"):
                 step(ddp, rank)
         elif epoch:
@@ -150,7 +150,7 @@ def test_a_promise_after_training_is_refused(rank: int, path: str) -> None:
     for method in (ddp._set_static_graph, ddp.reducer._set_static_graph):
         with pytest.raises(ConfigError, **refused):
             method()
-    # Nothing has changed by that.
+    # The refused calls have changed nothing.
     assert not ddp.static_graph
     ddp.zero_grad()
     step(ddp, rank, "right")
@@ -169,8 +169,8 @@ class Repeats(nn.Module):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
-    """On one rank, or on both: every rank raises in that backward, and the next one is good."""
+def test_a_gradient_that_arrives_twice_is_named(rank: int) -> None:
+    """On one rank or on both: every rank raises in that backward, and the next one succeeds."""
     for options in (
         {"reduce_through": "memory"},
         {"reduce_through": "group"},
@@ -178,8 +178,8 @@ def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
     ):
         ddp = DistributedDataParallel(Repeats(), **options)
         x = torch.ones(1, 2, requires_grad=True)
-        for times, who in ((1 + rank, "rank 1 of 2"), (2, "all 2 ranks")):
-            with pytest.raises(GraphChangedError, match=rf"'layer.weight' came twice .* {who}") as caught:
+        for times, where in ((1 + rank, "rank 1 of 2"), (2, "all 2 ranks")):
+            with pytest.raises(GraphChangedError, match=rf"'layer.weight' came twice .* {where}") as caught:
                 ddp(x, times).sum().backward()
             assert caught.value.changed == ("layer.weight",)
             ddp.zero_grad()
@@ -189,8 +189,8 @@ def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_static_graph_learns_what_comes_several_times(rank: int, path: str) -> None:
-    """As torch's: a layer in several reentrant checkpoints."""
+def test_a_static_graph_counts_gradients_that_arrive_several_times(rank: int, path: str) -> None:
+    """A layer in several reentrant checkpoints works with static_graph, as in torch."""
     for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}):
         net = nn.Sequential(nn.Linear(2, 2), Repeats(), nn.Linear(2, 1))
         net[1].forward = functools.partial(net[1].forward, times=2)

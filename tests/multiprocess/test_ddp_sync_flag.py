@@ -1,4 +1,4 @@
-"""`require_backward_grad_sync` counts when a backward begins, as `no_sync()` around it does."""
+"""DDP reads `require_backward_grad_sync` when a backward begins, like a `no_sync()` around that backward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_sync_and_the_flag(rank: int) -> None:
         loss = ddp(x).mean()
         assert not ddp.require_backward_grad_sync
     assert ddp.require_backward_grad_sync
-    ddp.require_backward_grad_sync = True  # as it was: it decides nothing
+    ddp.require_backward_grad_sync = True  # its value is unchanged, so the forward's no_sync() decides
     assert backwards(loss.backward) == 0
     first = ddp(x).mean()
     ddp.require_backward_grad_sync = False

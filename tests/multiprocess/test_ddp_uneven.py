@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: nobody waits for ever, and nobody's batch counts twice."""
+"""Ranks with different numbers of batches: no rank waits forever, and each batch counts once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sgd(model: nn.Module) -> None:
 
 
 def reference(model: nn.Module, data: list[list[torch.Tensor]], divide_by: int | None = None) -> nn.Module:
-    """One process: in each step the mean over the ranks that still have a batch."""
+    """Trains one process with the mean over the ranks that still have a batch in each step."""
     alone = copy.deepcopy(model).double()
     for step in range(max(map(len, data))):
         active = [rows[step] for rows in data if step < len(rows)]
@@ -65,18 +65,18 @@ def step(ddp: DistributedDataParallel, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(3, group="gloo")
-def test_a_rank_that_has_finished_weighs_nothing(rank: int, path: str, view: bool) -> None:
+def test_a_finished_rank_has_no_weight(rank: int, path: str, view: bool) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(
         model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
     )
-    # In the first epoch rank 0, whose order and buffers count, has nothing at all.
-    for counts, after_pass in [((0, 3, 1), False), ((2, 2, 2), False), ((3, 1, 0), True)]:
+    # In the first epoch, rank 0 has no data, although its bucket order and buffers are broadcast.
+    for counts, steps_along in [((0, 3, 1), False), ((2, 2, 2), False), ((3, 1, 0), True)]:
         data = [batches(count, r) for r, count in enumerate(counts)]
         expected = reference(model, data)
         for x in data[rank]:
             step(ddp, x)
-        ddp.finish((lambda: sgd(model)) if after_pass else None)
+        ddp.finish((lambda: sgd(model)) if steps_along else None)
         assert_same(model, expected)
 
 
@@ -90,7 +90,7 @@ ENDS = ["finished", "finished, stepping along", "join"]
 def test_backwards_without_data_leave_gradients_as_they_were(
     rank: int, path: str, view: bool, end: str
 ) -> None:
-    """The usual loop clears gradients after a step, so what is there adds to the next epoch's first."""
+    """A loop that clears gradients after a step would otherwise add to the next epoch's first gradient."""
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
     stepping = (lambda: sgd(model)) if end == "finished, stepping along" else None
@@ -126,8 +126,8 @@ def test_backwards_without_data_leave_gradients_as_they_were(
 
 
 @kept_ranks(2, group="gloo")
-def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int) -> None:
-    """As torch's Join keeps it; finish() says that it drops it, on every rank."""
+def test_finish_drops_accumulated_gradients_and_join_keeps_them(rank: int) -> None:
+    """torch's Join keeps them, too; finish() is documented to drop them on every rank."""
     for end in ("finished", "join"):
         model = two_layers()
         ddp = DistributedDataParallel(model)
@@ -145,7 +145,7 @@ def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int)
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_buffers_come_from_those_who_have_data(rank: int, path: str) -> None:
+def test_buffers_come_from_the_ranks_that_have_data(rank: int, path: str) -> None:
     model = mixed()
     ddp = DistributedDataParallel(model, reduce_through=path)
     for _ in range(2 * rank):
@@ -159,7 +159,7 @@ def test_buffers_come_from_those_who_have_data(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_unused_everywhere_is_unused_though_a_rank_has_finished(rank: int, path: str) -> None:
+def test_globally_unused_parameters_stay_unused_when_a_rank_has_finished(rank: int, path: str) -> None:
     model = Branches()
     ddp = DistributedDataParallel(model, reduce_through=path, find_unused_parameters=True)
     ddp(torch.ones(1, 3), "both").sum().backward()
@@ -186,7 +186,7 @@ def test_weights_and_finished_ranks_together(rank: int, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("divide_by_initial", [True, False])
 @kept_ranks(2, group="gloo")
-def test_join_as_torch_has_it(rank: int, path: str, divide_by_initial: bool) -> None:
+def test_join_divides_as_torchs_does(rank: int, path: str, divide_by_initial: bool) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path)
     for counts in [(4, 1), (1, 3), (2, 2)]:
@@ -198,12 +198,12 @@ def test_join_as_torch_has_it(rank: int, path: str, divide_by_initial: bool) -> 
         assert_same(model, expected)
     with ddp.join(enable=False):
         step(ddp, batches(1, rank)[0])
-    if rank == 0:  # the context is over: a forward waits for nobody
+    if rank == 0:  # after the context, a forward waits for no rank
         ddp.eval()(torch.ones(1, 4))
 
 
 class Counter(Joinable):
-    """Adds up how many ranks are there; another joinable beside the model."""
+    """Another joinable beside the model; counts the active ranks in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,8 +246,8 @@ def test_join_with_another_joinable_and_no_sync(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(3, group="gloo", dies={1: signal.SIGKILL})
-def test_who_trains_and_who_has_joined_name_a_rank_that_is_killed(rank: int, path: str) -> None:
-    """Rank 0 waits in calls of torch's own Join, and rank 2 in its forward."""
+def test_training_and_joined_ranks_name_a_killed_rank(rank: int, path: str) -> None:
+    """Rank 0 waits in collectives of torch's Join, and rank 2 in its forward."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     with pytest.raises(PeerLostError) as caught, ddp.join():
         for number, x in enumerate(batches(1 if rank == 0 else 4, rank)):
@@ -259,8 +259,8 @@ def test_who_trains_and_who_has_joined_name_a_rank_that_is_killed(rank: int, pat
 
 
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})
-def test_values_over_a_group_name_a_rank_that_is_killed(rank: int) -> None:
-    """Buffers, and what else is broadcast or summed outside of a backward."""
+def test_collectives_outside_of_a_backward_name_a_killed_rank(rank: int) -> None:
+    """Checked with sync_buffers() over the process group."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     ddp = DistributedDataParallel(model, reduce_through="group")
     ddp(torch.randn(3, 4)).sum().backward()
@@ -280,7 +280,7 @@ def test_early_termination_raises_everywhere(rank: int) -> None:
 
 
 @kept_ranks(2, group=None)
-def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
+def test_a_process_group_of_paceline_can_finish_but_not_join(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     with pytest.raises(ConfigError, match=r"ddp\.finish\(\)"):
         ddp.join()
@@ -294,10 +294,8 @@ def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
 @pytest.mark.parametrize("fault", ["forward too many", "backward skipped"])
 @pytest.mark.parametrize("first", [0, 1])
 @kept_ranks(2, group="gloo")
-def test_a_rank_out_of_step_in_join_is_named_whoever_gives_up_first(
-    rank: int, fault: str, first: int
-) -> None:
-    """It waits in its next forward for the other, which waits for it at the end of its backward."""
+def test_a_rank_out_of_step_in_join_is_named(rank: int, fault: str, first: int) -> None:
+    """Rank 1 waits in its next forward, rank 0 at the end of its backward; either may raise first."""
     model = two_layers()
     ddp = DistributedDataParallel(model, timeout_s=1.0 if rank == first else 60.0)
     assert ddp.gradient_path == "memory"

@@ -1,4 +1,4 @@
-"""Modules of kinds that are seldom trained: scripted ones, and those with strange tensors or outputs."""
+"""Modules that are rarely trained: scripted modules, and modules with unusual tensors or outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_scripted_module(rank: int, path: str, is_loaded: bool) -> None:
     model.train()
     ddp.zero_grad()
     two = ddp(x + rank), ddp(x - rank)
-    for output in two:  # statistics that change in between are no obstacle
+    for output in two:  # although the statistics have changed since the first forward
         output.square().sum().backward()
     found: list[Any] = [None, None]
     dist.all_gather_object(found, bits(model))
@@ -66,7 +66,7 @@ class WithEmpty(nn.Module):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo")
-def test_a_parameter_of_two_dimensions_without_elements(rank: int, path: str, view: bool) -> None:
+def test_a_parameter_without_elements(rank: int, path: str, view: bool) -> None:
     alone, model = WithEmpty(), WithEmpty()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
     train(alone, x)
@@ -81,7 +81,7 @@ def test_a_parameter_of_two_dimensions_without_elements(rank: int, path: str, vi
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(WORLD, group="gloo")
-def test_buffers_that_are_conjugates_in_memory_of_another(rank: int, path: str) -> None:
+def test_buffers_that_are_conjugate_or_negative_views(rank: int, path: str) -> None:
     model = two_layers()
     value = torch.tensor([1 + 2j, 3 - 4j]) * (1 + rank)
     model.register_buffer("conjugate", value.conj())

@@ -17,7 +17,7 @@ from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import Blocked, Branches, two_layers
 
 PATHS = ["group", "memory"]
-# Samples of each micro-batch: one step after the other, for each rank its micro-batches.
+# Numbers of samples, as [step][rank][micro-batch].
 RAGGED = [
     [[3, 1, 7], [2, 0, 5]],
     [[1], [6]],
@@ -27,13 +27,13 @@ RAGGED = [
 
 
 def cut(x: torch.Tensor, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Rows of x for each rank's micro-batches."""
+    """Splits the rows of x into each rank's micro-batches."""
     parts = iter(x.split([size for row in sizes for size in row]))
     return [[next(parts) for _ in row] for row in sizes]
 
 
 def mean_loss(output: torch.Tensor) -> torch.Tensor:
-    """NaN for a batch of nothing, as token-averaged losses are."""
+    """Is NaN for an empty batch, like losses averaged over tokens."""
     return (output**2).mean()
 
 
@@ -88,12 +88,12 @@ def test_ragged_micro_batches_equal_one_process_in_float64(rank: int, path: str,
 
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2, group="gloo")
-def test_micro_batches_without_weight_leave_nothing_wherever_they_come(rank: int, view: bool) -> None:
+def test_micro_batches_of_weight_0_add_nothing_at_any_position(rank: int, view: bool) -> None:
     ddp = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
     expected = reference(ddp.module, x)
     for void in (torch.full((2, 4), torch.nan), torch.ones(2, 4)):
-        for begin in range(3):  # before, between and after those that count
+        for begin in range(3):  # before, between and after the micro-batches with a weight
             ddp.zero_grad()
             parts = [(x[:1], 1), (x[1:], 2)] if rank else [(x[:1], 0), (x[:1], 0)]
             parts.insert(begin, (void, 0))
@@ -116,7 +116,7 @@ def test_the_weight_may_be_computed_from_the_inputs(rank: int, path: str) -> Non
     mean_loss(ddp(share)).backward()
     assert_mean(ddp, expected)
     ddp.zero_grad()
-    parts = share.split(1 + 2 * rank)  # several forwards before a backward: their weights add up
+    parts = share.split(1 + 2 * rank)  # the weights of several forwards before a backward add up
     losses = [mean_loss(ddp(part)) * len(part) for part in parts]
     (torch.stack(losses).sum() / len(share)).backward()
     assert_mean(ddp, expected)
@@ -131,14 +131,14 @@ def test_a_constant_weight_and_none_at_all(rank: int, path: str) -> None:
     assert_close(ddp.module[0].bias.grad / ddp.module[2].bias.grad[0], ddp.module[0].bias.grad)
     assert_close(ddp.module[2].bias.grad, torch.ones(2))
     ddp.zero_grad()
-    ddp.weight(0)  # on all ranks: nothing to learn, and no NaN
+    ddp.weight(0)  # the weight is 0 on all ranks: gradients are zeros, not NaN
     ddp(x * torch.nan).sum().backward()
     assert all(not p.grad.any() for p in ddp.parameters())
 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_only_the_weight_of_0_hides_a_nan(rank: int, path: str) -> None:
+def test_only_a_weight_of_0_hides_a_nan(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="raise")
     x = torch.full((1, 4), torch.nan if rank else 1.0)
     ddp.weight(1 - rank)
@@ -150,7 +150,7 @@ def test_only_the_weight_of_0_hides_a_nan(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_unused_parameters_weigh_nothing_but_count(rank: int, path: str) -> None:
+def test_unused_parameters_count_as_zeros_of_their_weight(rank: int, path: str) -> None:
     model = Branches()
     ddp = DistributedDataParallel(model, reduce_through=path, find_unused_parameters=True)
     x = torch.ones(1, 3)
@@ -164,7 +164,7 @@ def test_unused_parameters_weigh_nothing_but_count(rank: int, path: str) -> None
 
 
 @kept_ranks(1, group="gloo")
-def test_alone_micro_batches_are_weighed_as_well(rank: int) -> None:
+def test_a_single_rank_weights_its_micro_batches(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
     expected = reference(ddp.module, x)
@@ -173,7 +173,7 @@ def test_alone_micro_batches_are_weighed_as_well(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_autograd_grad_is_not_weighed(rank: int) -> None:
+def test_autograd_grad_is_not_weighted(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.ones(1, 4)
     with ddp.no_sync(), ddp.weight(5):
@@ -182,17 +182,17 @@ def test_autograd_grad_is_not_weighed(rank: int) -> None:
         (bias,) = torch.autograd.grad(ddp(x).sum(), ddp.module[2].bias, retain_graph=True)
         assert_close(bias, torch.ones(2))
         ddp(x).sum().backward()
-    # That autograd.grad() made one forward more, on all ranks alike.
+    # The extra forward for autograd.grad() ran on all ranks.
     assert_close(ddp.module[2].bias.grad, torch.ones(2))
 
 
 @kept_ranks(2, group="gloo")
-def test_weights_that_make_no_sense(rank: int) -> None:
+def test_invalid_weights_are_refused(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     for wrong in (-1, math.nan, math.inf, "three", torch.ones(2)):
         with pytest.raises(ConfigError, match="a finite number, 0 or more"):
             ddp.weight(wrong)
-    for wrong in (1e-300, 1e38):  # gradients would become 0, or infinities
+    for wrong in (1e-300, 1e38):  # gradients would underflow or overflow
         with pytest.raises(ConfigError, match="expected 0, or from 1e-20 to 1e\\+20"):
             ddp.weight(wrong)
     with pytest.raises(ConfigError, match="a finite number, 0 or more"):
@@ -205,7 +205,7 @@ def test_weights_that_make_no_sense(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_weight_that_is_refused_leaves_the_turn_to_other_models(rank: int) -> None:
+def test_after_a_refused_weight_other_models_may_communicate(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through="group")
     x = torch.ones(1, 4)
     with ddp.no_sync():
@@ -217,7 +217,7 @@ def test_a_weight_that_is_refused_leaves_the_turn_to_other_models(rank: int) -> 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_no_sync_around_the_backward_alone(rank: int, path: str) -> None:
+def test_no_sync_around_the_backward_only(rank: int, path: str) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path)
     x = torch.ones(1, 4)
@@ -226,12 +226,12 @@ def test_no_sync_around_the_backward_alone(rank: int, path: str) -> None:
     with ddp.no_sync():
         first.backward(retain_graph=True)
     assert_close(bias.grad, torch.full((2,), 1.0 + rank))
-    first.backward()  # the same forward, now outside: 2 and 4 are averaged
+    first.backward()  # the same forward again, outside no_sync(): 2 and 4 are averaged
     assert_close(bias.grad, torch.full((2,), 3.0))
     model.zero_grad()
     with ddp.no_sync():
         inside = ddp(x).sum() * (1 + rank)
-    inside.backward()  # as in torch, the forward inside is enough
+    inside.backward()  # as in torch, a forward in no_sync() is enough
     assert_close(bias.grad, torch.full((2,), 1.0 + rank))
     ddp(x).sum().backward()
     assert_close(bias.grad, torch.full((2,), 2.5))

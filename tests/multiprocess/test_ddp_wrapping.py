@@ -1,4 +1,4 @@
-"""The wrapper as users hold it: what it broadcasts, passes through and lets go of; which groups it takes."""
+"""The wrapper object: broadcasts, access to the module, deletion, and process groups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_wrapping_gives_all_ranks_the_weights_of_rank_0(rank: int, path: str) ->
 
 
 @kept_ranks(2, group="gloo")
-def test_evaluation_on_one_rank_waits_for_nobody(rank: int) -> None:
+def test_evaluation_on_one_rank_waits_for_no_rank(rank: int) -> None:
     ddp = DistributedDataParallel(mixed())
     x = torch.randn(4, 1, 4, 4)
     if rank == 0:
@@ -57,7 +57,7 @@ def test_evaluation_on_one_rank_waits_for_nobody(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_the_module_shines_through(rank: int) -> None:
+def test_the_wrapper_gives_access_to_its_module(rank: int) -> None:
     model = mixed()
     ddp = DistributedDataParallel(model)
     assert ddp.module is model
@@ -90,15 +90,15 @@ def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(rank: int, path
         ddp(x).sum().backward()
         del ddp
         assert not model[0].weight._post_accumulate_grad_hooks
-        assert_close(model[2].bias.grad, torch.ones(2))  # still there, wherever it lies
+        assert_close(model[2].bias.grad, torch.ones(2))  # the gradient outlives the wrapper
         model.zero_grad()
         assert syncs_alive() == 0
-    model(x).sum().backward()  # on its own again
+    model(x).sum().backward()  # without a wrapper
 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_wrapper_may_be_gone_before_the_backward(rank: int, path: str) -> None:
+def test_a_wrapper_may_be_deleted_before_the_backward(rank: int, path: str) -> None:
     model = two_layers()
     x = torch.full((1, 4), 1.0 + rank)
 
@@ -112,11 +112,11 @@ def test_a_wrapper_may_be_gone_before_the_backward(rank: int, path: str) -> None
         del ddp
         (loss + 0 * other).backward(retain_graph=True)
         assert_close(model[2].bias.grad, torch.full((2,), 1.5))
-        # The losses linger, but they have been run: the model is on its own, and may be wrapped again.
+        # The losses still exist, but their backwards have run, so the hooks are removed.
         assert not model[0].weight._post_accumulate_grad_hooks
         with pytest.raises(ConfigError, match="whose wrapper is gone"):
             loss.backward()
-    kept = wrapped()(x)  # never run backward
+    kept = wrapped()(x)  # its backward never runs
     unhooked = weakref.ref(kept)
     assert model[0].weight._post_accumulate_grad_hooks
     del kept, loss, other
@@ -136,7 +136,7 @@ def test_structured_outputs_and_keywords(rank: int) -> None:
 
 
 @ranks(2, group=None)
-def test_without_torch_distributed_the_environment_makes_the_group(rank: int) -> None:
+def test_without_torch_distributed_the_group_is_made_from_the_environment(rank: int) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model)
     assert ddp.gradient_path == "memory" and ddp.process_group is None

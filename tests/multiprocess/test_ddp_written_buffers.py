@@ -1,4 +1,4 @@
-"""Buffers that the program writes between two steps: right, or an error on every rank that names them."""
+"""Buffers that the program writes between two steps: gradients are correct, or every rank raises an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATHS = ["memory", "group"]
 
 
 class Scaled(nn.Module):
-    """Multiplies by a buffer; `own` is one that forward writes, and reads in the next."""
+    """Multiplies by buffers. With `keeps_own`, forward writes the buffer `own` for the next forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def add(model: Scaled, value: float) -> None:
         model.register_buffer("mask", torch.tensor(value))
 
 
-WAYS: list[Callable[[Scaled, float], None]] = [
+CHANGES: list[Callable[[Scaled, float], None]] = [
     put,
     put_data,
     put_numpy,
@@ -104,11 +104,11 @@ WAYS: list[Callable[[Scaled, float], None]] = [
 ]
 
 
-def expected(way: Callable[[Scaled, float], None], first: int = 1) -> list[torch.Tensor]:
-    """The gradients of one process with the whole batch and rank 0's values."""
+def expected(change: Callable[[Scaled, float], None], first: int = 1) -> list[torch.Tensor]:
+    """Returns the gradients of one process with the whole batch and rank 0's values."""
     model, found = Scaled().double(), []
     for step in range(STEPS):
-        way(model, 2.0 ** (step + first))
+        change(model, 2.0 ** (step + first))
         model._buffers.update({k: b.double() for k, b in model._buffers.items()})
         model.zero_grad()
         model(BATCH.double()).square().mean().backward()
@@ -139,15 +139,15 @@ def without_warnings() -> Any:
 
 
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "each its own"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
 @kept_ranks(2, group="gloo")
-def test_other_values_on_some_ranks_are_an_error_on_all(rank: int, way: Any, who: list[int]) -> None:
-    path = PATHS[WAYS.index(way) % 2]
+def test_different_values_on_some_ranks_raise_on_all(rank: int, change: Any, who: list[int]) -> None:
+    path = PATHS[CHANGES.index(change) % 2]
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     train(ddp, rank, lambda step: None)
     if rank in who:
-        way(ddp.module, 2.0 + rank)
-    name = {add: "mask"}.get(way, "large" if way.__name__.endswith("in_a_part") else "factor")
+        change(ddp.module, 2.0 + rank)
+    name = {add: "mask"}.get(change, "large" if change.__name__.endswith("in_a_part") else "factor")
     with pytest.raises(ReplicasDifferError, match=f"(?s)Buffer '{name}' was written.*sync_buffers") as caught:
         ddp(BATCH[:2]).mean().backward()
     assert caught.value.ranks == tuple(who)
@@ -155,23 +155,23 @@ def test_other_values_on_some_ranks_are_an_error_on_all(rank: int, way: Any, who
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
 @kept_ranks(2, group="gloo")
-def test_the_same_values_on_all_ranks_train_on(rank: int, way: Any, path: str) -> None:
+def test_equal_values_on_all_ranks_are_accepted(rank: int, change: Any, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     with without_warnings():
-        check(train(ddp, rank, lambda step: way(ddp.module, 2.0 ** (step + 1))), expected(way))
+        check(train(ddp, rank, lambda step: change(ddp.module, 2.0 ** (step + 1))), expected(change))
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("way", [w for w in WAYS if w is not add])
+@pytest.mark.parametrize("change", [w for w in CHANGES if w is not add])
 @kept_ranks(2, group="gloo")
-def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(rank: int, way: Any, path: str) -> None:
+def test_forward_sync_buffers_broadcasts_rank_0s_values(rank: int, change: Any, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path, forward_sync_buffers=True)
     assert ddp.forward_sync_buffers
     with without_warnings():
-        found = train(ddp, rank, lambda step: way(ddp.module, 2.0 ** (step + 1) + 7 * rank))
-    check(found, expected(way))
+        found = train(ddp, rank, lambda step: change(ddp.module, 2.0 ** (step + 1) + 7 * rank))
+    check(found, expected(change))
 
 
 @kept_ranks(2, group="gloo")
@@ -193,7 +193,7 @@ def test_sync_buffers_after_the_write_is_enough(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_schedule_of_rank_0_that_begins_with_the_present_value_is_followed(rank: int) -> None:
+def test_a_schedule_on_rank_0_that_begins_with_the_current_value_is_followed(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
 
     def write(step: int) -> None:
@@ -204,7 +204,7 @@ def test_a_schedule_of_rank_0_that_begins_with_the_present_value_is_followed(ran
 
 
 @kept_ranks(2, group="gloo")
-def test_the_error_comes_again_until_buffers_are_synchronised(rank: int) -> None:
+def test_the_error_is_raised_again_until_buffers_are_synchronised(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
     if rank == 0:
         put(ddp.module, 3.0)
@@ -235,7 +235,7 @@ def test_buffers_that_are_not_broadcast_may_differ(rank: int, arguments: dict[st
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_what_forward_writes_is_no_reason(rank: int, path: str) -> None:
+def test_writes_by_forward_are_not_reported(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     model = ddp.module
     model.keeps_own = True
@@ -263,7 +263,7 @@ def test_what_forward_writes_is_no_reason(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_weights_swapped_for_an_evaluation_and_back_are_no_reason(rank: int, path: str) -> None:
+def test_buffers_swapped_for_an_evaluation_and_back_are_not_reported(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     ddp.module.keeps_own = True
     x = BATCH[rank * 4 : rank * 4 + 4]
@@ -287,7 +287,7 @@ def normed() -> nn.Module:
 
 @kept_ranks(2, group="gloo")
 def test_running_statistics_that_are_being_trained_are_not_read(rank: int) -> None:
-    """So that writing them on some ranks changes no gradient; rank 0's count, as in torch."""
+    """Writing them on some ranks changes no gradient. Rank 0's values are kept, as in torch."""
     ddp = DistributedDataParallel(normed())
     with without_warnings():
         for step in range(3):
@@ -324,7 +324,7 @@ def test_broadcasts_in_forward_with_uneven_data(rank: int) -> None:
 
 @pytest.mark.parametrize("path", ["auto", "group"])
 @kept_ranks(2, group="gloo")
-def test_wrapping_a_second_model_with_the_same_module_is_no_write(rank, path):
+def test_wrapping_a_second_model_with_the_same_module_is_not_reported(rank, path):
     shared = Scaled()
     shared.keeps_own = True
     first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
@@ -339,8 +339,8 @@ def test_wrapping_a_second_model_with_the_same_module_is_no_write(rank, path):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_write_that_the_program_broadcasts_itself_is_right(rank):
-    """torch counts no write of its collectives, and the middle of a large buffer is not looked at."""
+def test_a_write_that_the_program_broadcasts_itself_is_accepted(rank):
+    """torch does not count writes by collectives, and the middle of a large buffer is not compared."""
     ddp = DistributedDataParallel(Scaled())
     for step in range(STEPS):
         if step == 2:
@@ -366,8 +366,8 @@ def test_sync_buffers_of_another_wrapper_of_the_same_module_is_enough(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_broadcast_in_forward_where_data_is_uneven_and_ranks_evaluate(rank):
-    """The rank without data takes part in the broadcast, though its last forward was in evaluation mode."""
+def test_forward_sync_buffers_with_uneven_data_and_evaluation(rank):
+    """The rank without data joins the broadcast, although its last forward was in evaluation mode."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
     for batch in ddp.iterate([BATCH[rank::2]] * (3 if rank == 0 else 1)):
         ddp(batch).sum().backward()
@@ -377,8 +377,8 @@ def test_a_broadcast_in_forward_where_data_is_uneven_and_ranks_evaluate(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_broadcast_in_forward_where_a_rank_evaluates_between_forward_and_backward(rank: int) -> None:
-    """The rank without data follows the forwards of the last backward, and not the evaluation after them."""
+def test_forward_sync_buffers_with_an_evaluation_before_backward(rank: int) -> None:
+    """The rank without data repeats the forwards of the last backward, not the evaluation after them."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
     loss = ddp(BATCH[rank::2]).square().mean()
     if rank == 0:
@@ -409,8 +409,8 @@ def test_rank_0s_values_are_broadcast_in_the_first_forward_after_uneven_data(ran
 
 
 @kept_ranks(2, group="gloo")
-def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
-    """A forward in no_sync() has synchronised already what the end of the data belongs to."""
+def test_forward_sync_buffers_with_data_that_ends_during_accumulation(rank):
+    """The forward in no_sync() has already broadcast the buffers when the data of a rank ends."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
     for number, batch in enumerate(ddp.iterate([BATCH[rank::2]] * (4 - rank))):
         with contextlib.nullcontext() if number % 2 else ddp.no_sync():
@@ -419,8 +419,8 @@ def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_equal_values_that_rank_0_alone_loads_before_the_first_step(rank: int, path: str) -> None:
-    """Also of a buffer that the first forward writes, which has other values when the ranks compare."""
+def test_equal_values_that_only_rank_0_loads_before_the_first_step(rank: int, path: str) -> None:
+    """Includes a buffer that the first forward writes, so that its values have changed when ranks compare."""
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     ddp.module.keeps_own = True
     if rank == 0:
@@ -430,7 +430,7 @@ def test_equal_values_that_rank_0_alone_loads_before_the_first_step(rank: int, p
 
 
 @kept_ranks(2, group="gloo")
-def test_other_values_before_the_first_step_in_a_buffer_that_forward_writes(rank: int) -> None:
+def test_different_values_before_the_first_step_in_a_buffer_that_forward_writes(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
     ddp.module.keeps_own = True
     if rank == 0:
@@ -440,12 +440,12 @@ def test_other_values_before_the_first_step_in_a_buffer_that_forward_writes(rank
 
 
 @kept_ranks(2, group="gloo")
-def test_equal_values_loaded_where_ranks_began_with_buffers_of_their_own(rank: int) -> None:
+def test_a_write_is_reported_if_ranks_began_with_different_buffers(rank: int) -> None:
     model = Scaled()
     model.factor.fill_(1.0 + rank)
     ddp = DistributedDataParallel(model, init_sync_buffers=False)
     if rank == 0:
-        model.factor.fill_(1.0)  # as it is, but not as on rank 1
+        model.factor.fill_(1.0)  # its current value, which differs from rank 1's
     with pytest.raises(ReplicasDifferError, match="Buffer 'factor' was written"):
         ddp(BATCH[:4]).mean().backward()
 
@@ -459,7 +459,7 @@ def with_hook() -> nn.Module:
 
 
 def slowly_estimated() -> nn.Linear:
-    """Its largest singular values are nearly the same."""
+    """A layer with nearly equal largest singular values, for which the power iteration converges slowly."""
     linear = nn.Linear(3, 3)
     with torch.no_grad():
         linear.weight.mul_(0.05).add_(torch.eye(3))
@@ -474,14 +474,14 @@ def spectral(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("reader", [0, 1])
 @pytest.mark.parametrize("make", [with_parametrization, with_hook])
 @kept_ranks(2, group="gloo")
-def test_a_spectral_norm_that_one_rank_alone_goes_on_with(rank: int, make: Any, reader: int) -> None:
-    """From the second such step on, the gradients are those of one process with what rank 0 has done."""
+def test_a_spectral_norm_that_only_one_rank_iterates(rank: int, make: Any, reader: int) -> None:
+    """From the second such step on, gradients equal those of one process that iterates like rank 0."""
     ddp = DistributedDataParallel(spectral(make))
     right = spectral(make).double()
     with without_warnings():
         for step in range(5):
             if step and rank == reader:
-                ddp.module[0](BATCH)  # one step of its power iteration
+                ddp.module[0](BATCH)  # runs one power iteration
             if step and reader == 0:
                 right[0](BATCH.double())
             ddp.zero_grad()
@@ -505,7 +505,7 @@ def test_a_spectral_norm_that_is_evaluated_is_compared(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_wrapper_that_leaves_a_buffer_alone_settles_no_write_to_it(rank: int) -> None:
+def test_a_wrapper_with_a_local_buffer_does_not_settle_a_write_to_it(rank: int) -> None:
     shared = Scaled()
     first = DistributedDataParallel(nn.Sequential(shared))
     second = DistributedDataParallel(nn.Sequential(shared), buffers={"*.factor": "local"})
@@ -519,7 +519,7 @@ def test_a_wrapper_that_leaves_a_buffer_alone_settles_no_write_to_it(rank: int) 
 
 
 @kept_ranks(4, group="gloo")
-def test_a_wrapper_over_some_ranks_settles_no_write_for_all(rank: int) -> None:
+def test_a_wrapper_over_some_ranks_does_not_settle_a_write_for_all(rank: int) -> None:
     shared = Scaled()
     groups = [torch.distributed.new_group(each) for each in ([0, 1], [2, 3])]
     first = DistributedDataParallel(nn.Sequential(shared))
@@ -533,8 +533,8 @@ def test_a_wrapper_over_some_ranks_settles_no_write_for_all(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_statistics_that_are_written_when_training_of_them_ends_are_compared(rank: int, path: str) -> None:
-    """While they were trained, nothing looked at their bytes."""
+def test_statistics_written_after_their_training_are_compared(rank: int, path: str) -> None:
+    """While the statistics are trained, their bytes are not compared."""
     ddp = DistributedDataParallel(normed(), reduce_through=path)
     with without_warnings():
         for _ in range(2):
@@ -554,7 +554,7 @@ def test_statistics_that_are_written_when_training_of_them_ends_are_compared(ran
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_buffers_that_get_other_memory_are_broadcast_from_there(rank: int, path: str) -> None:
+def test_buffers_are_broadcast_from_their_new_memory(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     model = ddp.module
     model.keeps_own = True
@@ -586,8 +586,8 @@ def test_one_rank_broadcasts_no_buffers(rank: int) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("end", ["finish", "join"])
 @kept_ranks(2, group="gloo")
-def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: str) -> None:
-    """Over a process group a copy counts as a write, and the evaluation writes other values on each rank."""
+def test_the_broadcast_after_uneven_data_is_not_reported_as_a_write(rank: int, end: str, path: str) -> None:
+    """Over a process group, torch counts a copy as a write. The evaluation writes other values per rank."""
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     ddp.module.keeps_own = True
     with without_warnings():
@@ -605,10 +605,10 @@ def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("is_in_training", [False, True])
 @kept_ranks(2, group="gloo")
-def test_a_forward_that_writes_over_what_all_ranks_have_written(
+def test_a_forward_overwrites_a_buffer_that_all_ranks_have_written(
     rank: int, is_in_training: bool, path: str
 ) -> None:
-    """Whether it is an evaluation in training mode, or of another wrapped model."""
+    """The forward is a no_grad evaluation in training mode, or that of another wrapped model."""
     shared = Scaled()
     shared.keeps_own = True
     first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
@@ -632,7 +632,7 @@ def test_a_forward_that_writes_over_what_all_ranks_have_written(
 
 
 def of_each(shared: Scaled, shares: list[torch.Tensor]) -> torch.Tensor:
-    """The mean gradient of two forwards on each rank; the second reads what the first has written."""
+    """Returns the mean gradient of each rank's second forward, which reads what its first one wrote."""
     found = []
     for x in shares:
         alone = copy.deepcopy(shared).double()
@@ -646,10 +646,8 @@ def of_each(shared: Scaled, shares: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("before", ["uneven data", "a schedule"])
 @kept_ranks(2, group="gloo")
-def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
-    rank: int, before: str, path: str
-) -> None:
-    """No broadcast comes in between, neither after uneven data nor for a schedule of rank 0."""
+def test_a_forward_reads_the_local_write_of_another_models_forward(rank: int, before: str, path: str) -> None:
+    """No broadcast runs in between, neither after uneven data nor for a schedule on rank 0."""
     shared = Scaled()
     shared.keeps_own = True
     first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
@@ -667,7 +665,7 @@ def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
         shared.factor.fill_(2.0)
     right = of_each(shared, [BATCH[::2], BATCH[1::2]])
     if before == "a schedule" and rank:
-        shared.factor.fill_(1.0)  # which rank 0's value replaces
+        shared.factor.fill_(1.0)  # rank 0's value replaces it
     second(BATCH[rank::2])
     first(BATCH[rank::2]).square().mean().backward()
     check([shared.linear.weight.grad], [right])
@@ -675,7 +673,7 @@ def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
 
 @kept_ranks(2, group="gloo")
 def test_running_statistics_that_all_ranks_write_and_one_evaluates(rank: int) -> None:
-    """With gradients that nobody uses: the other rank trains its statistics and does not read them."""
+    """The other rank trains its statistics and does not read them, so the values are not compared."""
     ddp = DistributedDataParallel(normed())
     with without_warnings():
         for step in range(3):
@@ -695,7 +693,7 @@ def test_running_statistics_that_all_ranks_write_and_one_evaluates(rank: int) ->
 def test_equal_statistics_that_one_rank_loads_before_an_evaluation(
     rank: int, who: str, writer: int, path: str
 ) -> None:
-    """The others keep no hash of running statistics while they train; other values are an error."""
+    """Ranks keep no hash of running statistics in training. Loading different values is an error."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     ddp = DistributedDataParallel(model, reduce_through="auto" if path == "memory" else path)
 
