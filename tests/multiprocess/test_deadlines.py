@@ -1,7 +1,7 @@
-"""Every wait ends at the deadline that the user gave, whichever backend connects the ranks.
+"""Every wait ends at the user's deadline, with each backend.
 
-A table: each run brings the ranks to one wait, and one rank alone goes into it. Neither framework is imported
-with this file. The runs are side by side, because they wait for deadlines most of their time.
+The tables list the cases. In each case, all ranks prepare one call, and only one of them makes it. This file
+imports neither framework. The cases run side by side, because they spend most of their time waiting.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.harness import run_ranks, run_side_by_side
 from tests.multiprocess.rank_signals import meet, tell, until_told
 
 ASKED_S = 4.0
-BOUND_S = 40.0  # of a busy machine; the groups' own time-outs are 300 s and 1800 s
+BOUND_S = 40.0  # allows for a busy machine; the process groups' default timeouts are 300 s and 1800 s
 
-OF_GROUP_S = 300.0  # where the wrapper was given another one
+OF_GROUP_S = 300.0  # the process group's timeout if the wrapper has its own
 
-# How the ranks are connected, and where the user has given the deadline:
-# "env": no process group; DDP(timeout_s=...). The others: init_process_group(..., timeout=...).
-# "group": Gloo, and everything goes through it.
-# A norm within a model is given the deadline by the wrapper, with any backend.
+# How the ranks are connected, and where the user sets the deadline:
+# "env": no process group; DDP(timeout_s=...). All others: init_process_group(..., timeout=...).
+# "group": Gloo, with reduce_through="group".
+# A norm within a model gets its deadline from the wrapper, with any backend.
 BACKENDS = ("env", "paceline", "gloo", "group")
 WAITS = {
     "wrap": BACKENDS,
@@ -60,7 +60,7 @@ PADDLE_WAITS = {
 
 
 class Torch:
-    """The waits of torch's front end."""
+    """The calls of the torch front end."""
 
     def __init__(self, rank, backend, asked_s):
         import torch
@@ -81,7 +81,7 @@ class Torch:
         if backend == "paceline":
             dist.init_process_group(backend, timeout=timedelta(seconds=asked_s), **options)
             return
-        # To connect the ranks may take longer on a busy machine; that is not what is tested.
+        # Connecting the ranks is not tested here, and may take longer on a busy machine.
         dist.init_process_group("gloo", timeout=timedelta(seconds=max(asked_s, BOUND_S)), **options)
         dist.barrier()
         set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # torch 2.15
@@ -120,7 +120,7 @@ class Torch:
 
 
 class Paddle(Torch):
-    """The same of Paddle's, whose Gloo knows no deadline: the wrapper is given it."""
+    """The calls of the Paddle front end. Paddle's Gloo has no timeout, so the wrapper sets the deadline."""
 
     def __init__(self, rank, backend, asked_s):
         import paddle
@@ -151,7 +151,7 @@ class Paddle(Torch):
 
 
 def prepared(front, wait):
-    """What one rank alone is to call, with all that comes before done by all ranks."""
+    """Prepares a case on all ranks. Returns the call that only one rank makes."""
     if wait == "wrap":
         return front.wrap
     if wait == "share":
@@ -189,7 +189,7 @@ def prepared(front, wait):
 
 
 def waits(rank, framework, backend, wait):
-    """What the wait of rank 0 raises and after how long; rank 1 does not come."""
+    """Runs a case. Returns rank 0's error, if any, and its waiting time in seconds; rank 1 does not call."""
     of_group_s = OF_GROUP_S if wait.startswith("norm's") else ASKED_S
     front = {"torch": Torch, "paddle": Paddle}[framework](rank, backend, of_group_s)
     call = prepared(front, wait)
@@ -198,17 +198,17 @@ def waits(rank, framework, backend, wait):
         until_told("raised", [0])
         return None
     begun = time.monotonic()
-    said = None
+    raised = None
     try:
         call()
     except PacelineError as error:
-        said = type(error).__name__, getattr(error, "late", None), str(error)
+        raised = type(error).__name__, getattr(error, "late", None), str(error)
     finally:
         waited_s = time.monotonic() - begun
         tell("raised", rank)
-    with contextlib.suppress(Exception):  # the other rank is about to leave
+    with contextlib.suppress(Exception):  # the other rank is about to exit
         del call, front
-    return said, waited_s
+    return raised, waited_s
 
 
 CASES = [
@@ -221,8 +221,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def answers(request):
-    """What rank 0 of a case answered. All cases that were selected begin at once."""
+def results_of(request):
+    """Returns a function that waits for rank 0's result of a case. All selected cases start at once."""
     items = [item for item in request.session.items if item.path == request.path]
     runs = {}
     for case in (item.callspec.params["case"] for item in items):
@@ -233,10 +233,10 @@ def answers(request):
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_a_wait_ends_at_the_deadline_that_the_user_gave(answers, case):
-    said, waited_s = answers(case)
-    assert said is not None, f"returned after {waited_s:.1f} s, though the other rank did not come"
-    kind, late, text = said
+def test_a_wait_ends_at_the_deadline_that_the_user_gave(results_of, case):
+    raised, waited_s = results_of(case)
+    assert raised is not None, f"returned after {waited_s:.1f} s, although the other rank did not call"
+    kind, late, text = raised
     assert waited_s < BOUND_S, text
     assert waited_s >= ASKED_S - 0.1, text
     assert kind == DeadlineError.__name__ or "RendezvousError" in kind, text

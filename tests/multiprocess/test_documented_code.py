@@ -1,7 +1,7 @@
-"""Each block of Python code in the pages runs, on two ranks, with the names that a reader would have.
+"""Runs each block of Python code in the documentation on two ranks, with the names that a reader would have.
 
-The one idea: a page's blocks run one after the other in one namespace, as a person would paste them. What a
-block expects to be there (a model, a data set) is prepared here by name; a new block without it fails.
+A page's blocks run one after the other in one namespace, as if pasted into a session. This file prepares the
+names that a block uses (a model, a data set); a new block that uses other names fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.harness.warm import warm_python
 from tests.multiprocess.torch_groups import needs_backend
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# Need a Ray cluster (tests/integrations/test_ray.py), and TensorBoard (tests/unit/test_tensorboard.py).
+# Blocks tested elsewhere: they need Ray (tests/integrations/test_ray.py) or TensorBoard
+# (tests/unit/test_tensorboard.py).
 ELSEWHERE = {
     "launching.md": {"import paceline.ray"},
     "live.md": {"from paceline.torch import log_to_tensorboard"},
@@ -43,14 +44,14 @@ Names = dict[str, Any]
 
 
 def blocks(page: str) -> list[str]:
-    """The blocks of Python code of a page, in their order."""
+    """Returns the Python blocks of a page, in their order."""
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
 
 
 def pages() -> list[str]:
-    """All pages that have such blocks, but for those on the inside, and one that needs a notebook.
+    """Returns all pages with such blocks, without docs/design and the page about notebooks.
 
-    tests/pages/test_notebook.py runs that one in a real kernel.
+    tests/pages/test_notebook.py runs the latter in a Jupyter kernel.
     """
     return sorted(page.name for page in DOCS.glob("*.md") if blocks(page.name) and page.name != "notebook.md")
 
@@ -60,7 +61,7 @@ def of_getting_started(names: Names, number: int) -> None:
 
 
 def of_coming_from_ddp(names: Names, number: int) -> None:
-    """One import."""
+    """Its block needs no names."""
 
 
 def of_launching(names: Names, number: int) -> None:
@@ -70,15 +71,15 @@ def of_launching(names: Names, number: int) -> None:
 def of_checkpoints(names: Names, number: int) -> None:
     names |= {"Model": lambda: nn.Linear(4, 3), "dataset": classes(64), "DataLoader": DataLoader}
     names |= {"torch": torch, "rank": dist.get_rank(), "loss_of": nn.functional.cross_entropy}
-    os.chdir(os.environ["TMPDIR"])  # of all ranks
+    os.chdir(os.environ["TMPDIR"])  # shared by all ranks
     names["path"] = Path("state.pt")
-    dist.barrier()  # until rank 0 has saved
+    dist.barrier()  # wait until rank 0 has saved
 
 
 def of_same_result(names: Names, number: int) -> None:
     names |= {"Model": lambda: nn.Linear(4, 3), "dataset": classes(64), "DataLoader": DataLoader}
     names |= {"torch": torch, "loss_of": nn.functional.cross_entropy}
-    os.chdir(os.environ["TMPDIR"])  # of all ranks
+    os.chdir(os.environ["TMPDIR"])  # shared by all ranks
 
 
 def of_concepts(names: Names, number: int) -> None:
@@ -104,7 +105,7 @@ def of_data(names: Names, number: int) -> None:
     names["dataset"] = classes(64)
     names["DataLoader"] = DataLoader
     names["loss_of"] = nn.functional.cross_entropy
-    # The page says "or torch's, with the same argument"; tests of samplers use Paddle's own.
+    # The page says "or torch's, with the same argument". The tests of samplers use Paddle's DataLoader.
     names["paddle"] = types.SimpleNamespace(io=torch.utils.data)
     names["model"] = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
     names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
@@ -138,7 +139,7 @@ def of_local_sgd(names: Names, number: int) -> None:
 
 
 def of_preemption(names: Names, number: int) -> None:
-    os.chdir(os.environ["TMPDIR"])  # of all ranks
+    os.chdir(os.environ["TMPDIR"])  # shared by all ranks
     ddp = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
     names |= {"paceline": paceline, "loss_of": nn.functional.cross_entropy}
     names["optimizer"] = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -152,15 +153,15 @@ def of_sharded_optimizer(names: Names, number: int) -> None:
     if number == 0:
         names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
         names["model"] = nn.Linear(4, 3)
-    dist.barrier()  # until rank 0 has saved
+    dist.barrier()  # wait until rank 0 has saved
 
 
 def of_trainers(names: Names, number: int) -> None:
-    """It replaces torch's classes, in this process alone."""
+    """Its blocks need no names. They replace torch's classes, in this process only."""
 
 
 def of_tracing(names: Names, number: int) -> None:
-    os.chdir(os.environ["TMPDIR"])  # where the trace is written
+    os.chdir(os.environ["TMPDIR"])  # the trace is written there
     ddp = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
     names["loader"] = DataLoader(classes(64), batch_size=16)
     names["itertools"] = itertools
@@ -172,7 +173,7 @@ def of_live(names: Names, number: int) -> None:
     names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
 
 
-OF_A_GROUP = (
+NEEDS_GROUP = (
     "checkpoints.md",
     "concepts.md",
     "data.md",
@@ -202,19 +203,19 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
 
 
 def classes(count: int) -> TensorDataset:
-    """Samples of four numbers and one of three classes."""
+    """A data set of samples with four numbers and one of three classes."""
     generator = torch.Generator().manual_seed(count)
     return TensorDataset(torch.randn(count, 4, generator=generator), torch.arange(count) % 3)
 
 
 def run(block: str, names: Names, page: str) -> None:
-    """As a script, or as a dialogue whose answers have to be the page's."""
+    """Runs a block as a script, or as a doctest whose output must equal the page's."""
     if not block.startswith(">>>"):
         exec(compile(block, f"docs/{page}", "exec"), names)
         return
     example = doctest.DocTestParser().get_doctest(block, names, page, page, 0)
-    said: list[str] = []
-    assert doctest.DocTestRunner(verbose=False).run(example, out=said.append).failed == 0, "".join(said)
+    output: list[str] = []
+    assert doctest.DocTestRunner(verbose=False).run(example, out=output.append).failed == 0, "".join(output)
 
 
 def test_every_page_with_code_is_prepared() -> None:
@@ -226,7 +227,7 @@ def warm_torch() -> str:
     return warm_python("torch")
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # four, on any machine
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # pages use four workers
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=needs_backend if page in ON_OUR_BACKEND else ()) for page in sorted(PREPARED)],
@@ -235,9 +236,9 @@ def warm_torch() -> str:
 def test_the_code_of_a_page_runs(
     rank: int, page: str, warm_torch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", warm_torch)  # which writes checkpoints
+    monkeypatch.setattr(sys, "executable", warm_torch)  # the process that writes checkpoints
     names: Names = {"__name__": "__main__"}
-    if page in OF_A_GROUP:  # the others make theirs
+    if page in NEEDS_GROUP:  # the other pages create their own group
         dist.init_process_group("paceline" if torch.__version__ >= OLDEST else "gloo")
     for number, block in enumerate(blocks(page)):
         if not any(block.startswith(begin) for begin in ELSEWHERE.get(page, ())):

@@ -1,4 +1,4 @@
-"""An error that a page of the documentation shows is one that the code raises, to the letter."""
+"""The code raises the errors that the documentation shows, with exactly the same text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "getting_started.md"
 
 
 class Branching(nn.Module):
-    """A model that leaves its head out where it is told to."""
+    """A model that can skip its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Branching(nn.Module):
 
 
 def shown_error(beginning: str) -> str:
-    """The one block of the page that begins so."""
+    """Returns the only block of the page with this beginning."""
     (shown,) = re.findall(rf"^```\n({beginning}.*?)\n```$", PAGE.read_text(), re.M | re.S)
     return shown
 

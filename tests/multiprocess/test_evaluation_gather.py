@@ -1,4 +1,4 @@
-"""Predictions come back in the data set's order, over a paceline.Group and over torch.distributed."""
+"""EvaluationSampler.gather() restores the order of the data set, over a Group and over torch.distributed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_over_torch_distributed(rank: int) -> None:
 
 
 def gather_wrongly_on_rank_1(rank: int, world_size: int, group: Group | None = None) -> None:
-    """Each wrong use on rank 1 alone; then a right one on all."""
+    """Passes each wrong argument on rank 1 only, then valid arguments on all ranks."""
     sampler = EvaluationSampler(range(7), world_size, rank)
     rows = TRUTH[list(sampler)]
-    for wrong, said in (
+    for wrong, expected in (
         ({"rows": None}, "rows=None"),
         ({"rows": 3.5}, "rows=3.5"),
         ({"rows": [rows, rows[:, :1]]}, "rows="),
@@ -44,7 +44,7 @@ def gather_wrongly_on_rank_1(rank: int, world_size: int, group: Group | None = N
     ):
         with pytest.raises(ConfigError) as caught:
             sampler.gather(**{"rows": rows, "group": group} | (wrong if rank == 1 else {}))
-        assert said in str(caught.value)
+        assert expected in str(caught.value)
         if rank != 1:
             assert f"rank 1 of {world_size} could not hand in rows" in str(caught.value)
             assert caught.value.ranks == (1,)
@@ -52,17 +52,17 @@ def gather_wrongly_on_rank_1(rank: int, world_size: int, group: Group | None = N
 
 
 @kept_ranks(3)
-def test_what_is_wrong_on_one_rank_is_reported_to_all_over_a_group(group: Group) -> None:
+def test_an_error_on_one_rank_is_reported_to_all_over_a_group(group: Group) -> None:
     gather_wrongly_on_rank_1(group.rank, 3, group)
 
 
 @kept_ranks(2, group="gloo")
-def test_what_is_wrong_on_one_rank_is_reported_to_all_over_torch_distributed(rank: int) -> None:
+def test_an_error_on_one_rank_is_reported_to_all_over_torch_distributed(rank: int) -> None:
     gather_wrongly_on_rank_1(rank, 2)
 
 
 @kept_ranks(2)
-def test_what_is_wrong_on_all_ranks_is_told_to_each(group: Group) -> None:
+def test_each_rank_raises_its_own_error(group: Group) -> None:
     sampler = EvaluationSampler(range(7), 2, group.rank)
     with pytest.raises(ConfigError, match=f"rows={group.rank}"):
         sampler.gather(group.rank, group)

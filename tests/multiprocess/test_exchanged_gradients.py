@@ -1,4 +1,4 @@
-"""Gradients that cross ranks in norms and losses, with weights, against one process in float64."""
+"""Weighted gradients that norms and losses exchange between ranks, compared with one process in float64."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def plain_loss(output: torch.Tensor) -> torch.Tensor:
 def expect(
     model: nn.Module, steps: Sequence[tuple[Sequence[torch.Tensor], Sequence[float]]], call: Any = None
 ) -> list[torch.Tensor]:
-    """The gradients of sum(w * loss) / sum(w), over the ranks' parts of each of these whole batches."""
+    """Returns the gradients of sum(w * loss) / sum(w) over all ranks and steps, of one process.
+
+    Each step has the ranks' batches and weights. Norms see the batches of all ranks of a step at once.
+    """
     alone = copy.deepcopy(model)
     alone.zero_grad()
     total = sum(sum(weights) for _, weights in steps)
@@ -72,7 +75,7 @@ def assert_gradients(ddp: nn.Module, expected: Sequence[torch.Tensor]) -> None:
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @kept_ranks("world_size", group="gloo")
-def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) -> None:
+def test_a_norm_applies_the_weights_to_its_exchanges(rank: int, path: str, world_size: int) -> None:
     model, parts, weights = normed(), rows(SIZES[world_size]), WEIGHTS[world_size]
     expected = expect(model, [(parts, weights)])
     own, weight = parts[rank], weights[rank]
@@ -91,7 +94,7 @@ def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) 
                     ddp.weight(weight)
                 loss.backward()
         assert_gradients(ddp, expected)
-        if given is None:  # and no longer
+        if given is None:  # the weight does not apply to the next backward
             ddp.zero_grad()
             plain_loss(ddp(own)).backward()
             assert_gradients(ddp, expect(model, [(parts, [1.0] * world_size)]))
@@ -99,7 +102,7 @@ def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) 
 
 @pytest.mark.parametrize("form", ["as it is", "deterministic", "sharded", "sharded over the group"])
 @kept_ranks(4, group="gloo")
-def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
+def test_a_norm_applies_the_weights_between_hosts(rank: int, form: str) -> None:
     be_on_host(rank // 2)
     options = {"deterministic": {"deterministic": "world"}, "sharded over the group": GROUP}.get(form, {})
     optimizer = options if form.startswith("sharded") else None
@@ -111,7 +114,7 @@ def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> 
 
 @pytest.mark.parametrize("reduce", ["scatter", "all"])
 @kept_ranks(3, group="gloo")
-def test_a_norm_weighs_what_it_exchanges_for_a_sharded_optimizer(rank: int, reduce: str) -> None:
+def test_a_norm_applies_the_weights_for_a_sharded_optimizer(rank: int, reduce: str) -> None:
     options = {"reduce": "scatter"} if reduce == "scatter" else {}
     for step, (model, parts, weights) in enumerate(cases(3)):
         ddp = wrap(model, weight=weights[rank], **options)
@@ -122,7 +125,7 @@ GROUP = {"reduce_through": "group"}
 
 
 def cases(world_size: int) -> list[tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]]:
-    """Models, the ranks' parts of a batch, and their weights."""
+    """Returns models, the ranks' batches, and the ranks' weights."""
     sizes, weights = [1, 4, 2, 3][:world_size], [2.5, 0.5, 7.0, 1.0][:world_size]
     return [(normed(), rows(sizes, seed), weights[seed:] + weights[:seed]) for seed in range(2)]
 
@@ -137,7 +140,10 @@ def assert_trained(
     *,
     has_micro_batches: bool,
 ) -> None:
-    """Compare a step with one process: the gradients, or what a ShardedOptimizer with these options does."""
+    """Compares a step with one process.
+
+    Checks gradients and an SGD step if `options` is None, else the step of a ShardedOptimizer with `options`.
+    """
     if options is None:
         optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
     else:
@@ -158,8 +164,8 @@ def assert_trained(
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @kept_ranks(3, group="gloo")
-def test_a_norm_of_16_bits_weighs_what_it_exchanges(rank: int, path: str) -> None:
-    """As exactly as the 8 bits of its values allow; without weights the norm is off by much more."""
+def test_a_norm_of_16_bits_applies_the_weights(rank: int, path: str) -> None:
+    """Tolerances fit bfloat16's 8 significant bits. Without weights, the error would be much larger."""
     model = normed().bfloat16()
     sizes, weights = [8, 24, 16], [2.5, 0.5, 7.0]
     parts = [part.bfloat16() for part in rows(sizes)]
@@ -205,7 +211,7 @@ def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(rank: int) -
             with ddp.weight(1 - rank if micro_batches == 1 else 1):
                 loss.backward()
     ddp.zero_grad()
-    ddp.weight(0)  # everywhere: nothing is lost
+    ddp.weight(0)  # on all ranks: no rank's loss is ignored
     plain_loss(ddp(parts[rank])).backward()
     assert all(not parameter.grad.any() for parameter in ddp.parameters())
     ddp.zero_grad()
@@ -243,7 +249,7 @@ def test_a_norm_outside_of_the_wrapper(rank: int) -> None:
     with inner.weight(weights[rank]):
         plain_loss(outer(inner(parts[rank]))).backward()
     assert_gradients(inner, expected)
-    # One that has nothing to do with the model that is weighed has no weight.
+    # A norm whose graph has no weighted model uses no weights.
     bare = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
     inner.weight(weights[rank])
     plain_loss(bare(parts[rank])).backward()
@@ -262,7 +268,7 @@ def test_several_models_in_one_backward(rank: int) -> None:
     with first.weight(3 - 2 * rank), second.weight(3 - 2 * rank):
         plain_loss(second(first(parts[rank]))).backward()
     assert_gradients(nn.ModuleList([first, second]), expected)
-    # Other weights would need other sums for each model.
+    # With different weights, each model would need its own sums.
     first.zero_grad(), second.zero_grad()
     first.weight(1 + rank), second.weight(3 - 2 * rank)
     with pytest.raises(ConfigError, match="other weights"):
@@ -271,8 +277,8 @@ def test_several_models_in_one_backward(rank: int) -> None:
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @kept_ranks(2, group="gloo")
-def test_the_norms_of_a_model_that_is_frozen_weigh_for_the_one_that_trains(rank: int, path: str) -> None:
-    """As in the step of a generator: the discriminator's forward is given no weight."""
+def test_norms_of_a_frozen_model_apply_the_weights_of_the_other(rank: int, path: str) -> None:
+    """Like the generator's step of a GAN: the discriminator is frozen, and its forward has no weight."""
     model, parts = normed(), rows([3, 4])
     expected = expect(model, [(parts, [3.0, 4.0])])[:2]
     options = {"weight": lambda x: float(len(x)), "reduce_through": path}
@@ -303,8 +309,8 @@ def test_a_gradient_penalty_with_weights(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_backward_that_an_exception_has_ended_weighs_nothing_any_more(rank: int) -> None:
-    """It was the weight of a norm that another model recomputes."""
+def test_the_weight_of_a_failed_backward_does_not_apply_any_more(rank: int) -> None:
+    """A norm of another model, which recomputes its forward in backward, must not use it."""
     model, parts = normed(), rows([3, 4])
     broken = wrap(model[:1])
     broken.module[0].weight.register_hook(lambda _: 1 / 0)
@@ -320,7 +326,7 @@ def test_a_backward_that_an_exception_has_ended_weighs_nothing_any_more(rank: in
 
 
 class GatherLayer(torch.autograd.Function):
-    """As in many contrastive losses."""
+    """The all_gather with gradients that many contrastive losses use."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -340,7 +346,7 @@ def summed(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Shortened(torch.autograd.Function):
-    """Exchanges nothing."""
+    """Clamps its gradient, without an exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -366,7 +372,7 @@ def gathered_by(how: str, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["the user's", "torch.distributed.nn", "functional collectives"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @kept_ranks(2, group="gloo")
-def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: int, how: str) -> None:
+def test_foreign_exchanges_are_refused_with_weights_and_correct_without(rank: int, how: str) -> None:
     model, parts = normed()[:1], rows([3, 3])
 
     def contrast(output: torch.Tensor) -> torch.Tensor:
@@ -380,10 +386,10 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: in
     expected = [parameter.grad for parameter in alone.parameters()]
 
     ddp = wrap(model)
-    plain_loss(Shortened.apply(ddp(parts[rank]))).backward()  # nothing to find
+    plain_loss(Shortened.apply(ddp(parts[rank]))).backward()  # no exchange in this graph
     ddp.zero_grad()
     with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*rank 0 of 2") as caught:
-        ddp.weight(3 if rank == 0 else 1)  # rank 1 knows of nothing
+        ddp.weight(3 if rank == 0 else 1)  # the weights differ
         contrast(ddp(parts[rank])).backward()
     assert "multiply the loss" in str(caught.value)
     ddp.zero_grad()
@@ -395,16 +401,16 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: in
         with ddp.weight(2):
             plain_loss(ddp(parts[rank])).backward()
     ddp.zero_grad()
-    with ddp.weight(2 + rank):  # the next step is another one
+    with ddp.weight(2 + rank):  # the next step has no exchange
         plain_loss(ddp(parts[rank])).backward()
     assert_gradients(ddp, expect(model, [(parts, [2.0, 3.0])]))
 
 
 class Deep(nn.Module):
-    """Many layers, with a place near the input where something may exchange gradients.
+    """Many layers, with a function near the input that may exchange gradients.
 
     Attributes:
-        inner: What is called there, with what is on the way.
+        inner: This function; it gets the output of the second layer.
     """
 
     def __init__(self) -> None:
@@ -422,7 +428,7 @@ class Deep(nn.Module):
 
 
 class SummedGradient(torch.autograd.Function):
-    """Exchanges in backward only."""
+    """Sums its gradient over ranks; its forward exchanges nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -476,7 +482,7 @@ def test_an_exchange_that_is_switched_on_later_is_refused(rank: int, how: str) -
     for _ in range(2):
         plain_loss(ddp(parts[rank])).backward()
         ddp.zero_grad()
-        model.inner = EXCHANGING[how]  # a graph of as many nodes
+        model.inner = EXCHANGING[how]  # the graph keeps its number of nodes
         with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
             plain_loss(ddp(parts[rank])).backward()
         ddp.zero_grad()
@@ -502,9 +508,9 @@ def test_an_exchange_that_is_switched_on_later_in_a_block_that_is_recomputed(ran
         plain_loss(ddp(parts[rank])).backward()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within torch.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch.compile
 @kept_ranks(2, group="gloo")
-def test_exchanges_in_compiled_code_are_refused_and_others_are_not(rank: int) -> None:
+def test_compiled_code_is_refused_only_if_it_exchanges_gradients(rank: int) -> None:
     model, parts = Deep(), rows([3, 3])
     expected = expect(model, [(parts, [2.0, 4.0])])
     for backend, how in (("eager", None), ("eager", "in a function"), ("aot_eager", "in an operator")):
@@ -521,7 +527,7 @@ def test_exchanges_in_compiled_code_are_refused_and_others_are_not(rank: int) ->
 
 
 @kept_ranks(2, group="gloo")
-def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(rank: int) -> None:
+def test_exchanges_are_correct_if_the_weights_of_a_micro_batch_are_equal(rank: int) -> None:
     model, parts = normed()[:1], rows([3, 3])
 
     def contrast(output: torch.Tensor, everything: torch.Tensor) -> torch.Tensor:
@@ -541,7 +547,7 @@ def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(rank: 
                 output = ddp(parts[rank])
                 contrast(output, GatherLayer.apply(output) if is_gathered else output).backward()
         assert_gradients(ddp, [parameter.grad for parameter in alone.parameters()])
-    # As much in all, but not in each micro-batch.
+    # The ranks' total weights are equal, but not those of each micro-batch.
     ddp.zero_grad()
     with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
         for weight, is_last in ((2 + rank, False), (3 - rank, True)):

@@ -1,4 +1,4 @@
-"""Asynchronous calls: order, results, errors, and arrays that only the call still needs."""
+"""Asynchronous calls: order, results, errors, and arrays that only the call still references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_async_calls_run_in_call_order_among_synchronous_ones(group):
     for repeat in range(20):
         arrays = [np.full(1 + 40_000 * (i % 3), group.rank + i + repeat) for i in range(6)]
         works = [group.all_reduce(array, async_op=True) for array in arrays[:3]]
-        group.all_reduce(arrays[3])  # waits for what is queued
+        group.all_reduce(arrays[3])  # waits for the queued calls
         works += [group.all_reduce(arrays[4], "max", async_op=True)]
         works += [group.reduce(arrays[5], root=1, async_op=True)]
         gathered = group.all_gather(np.array([group.rank]))
@@ -34,7 +34,7 @@ def test_async_calls_run_in_call_order_among_synchronous_ones(group):
 
 @kept_ranks(2)
 def test_arrays_of_dropped_calls_stay_alive(group):
-    """Nobody but the call holds the array: its memory must not be used for another one meanwhile."""
+    """Only the call references the array, whose memory must not be reused before the call ends."""
     for repeat in range(10):
         count = 300_000
         if group.rank == 0:
@@ -53,14 +53,14 @@ def test_arrays_of_dropped_calls_stay_alive(group):
 
 
 @kept_ranks(2)
-def test_wait_with_a_timeout_gives_up_on_the_wait_alone(group):
+def test_a_timeout_of_wait_does_not_end_the_call(group):
     total = np.full(4, group.rank + 1)
     if group.rank == 0:
         work = group.all_reduce(total, async_op=True)
         with pytest.raises(DeadlineError, match=r"not done after 0\.0 s"):
             work.wait(0.01)
         assert not work.is_over
-        group.send(np.zeros(1), 1)  # only now does the other rank join
+        group.send(np.zeros(1), 1)  # lets the other rank join the call
         work.wait(60)
     else:
         group.recv(np.zeros(1), 0)
@@ -69,7 +69,7 @@ def test_wait_with_a_timeout_gives_up_on_the_wait_alone(group):
 
 
 @kept_ranks(2)
-def test_errors_belong_to_whoever_waits(group):
+def test_errors_are_raised_in_wait(group):
     works = [group.all_reduce(np.zeros(3 + i * group.rank), async_op=True) for i in range(3)]
     works[0].wait()
     for work in works[1:]:
@@ -82,7 +82,7 @@ def test_errors_belong_to_whoever_waits(group):
 
 @kept_ranks(2)
 def test_calls_of_several_threads_take_turns(group):
-    """Each thread reduces in a sub-group of its own; all of them share the process."""
+    """Each thread reduces in its own subgroup of the same two processes."""
     others = [group.subgroup([0, 1]) for _ in range(3)]
     failures = []
 
@@ -107,7 +107,7 @@ def test_calls_of_several_threads_take_turns(group):
 
 
 @ranks(2)
-def test_close_runs_what_is_queued(group):
+def test_close_runs_queued_calls(group):
     inner = group.subgroup([0, 1])
     arrays = [np.full(100_000, group.rank + 1) for _ in range(5)]
     works = [inner.all_reduce(array, async_op=True) for array in arrays]

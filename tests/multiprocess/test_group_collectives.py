@@ -75,23 +75,23 @@ def test_broadcast_gather_and_scatter(group, world_size):
             inputs = inputs_of(group, count, dtype)
             own, stacked, root = inputs[group.rank], np.stack(inputs), count % world_size
             for placement in PLACEMENTS:
-                told = f"{dtype} {count} {placement}"
+                context = f"{dtype} {count} {placement}"
                 array = places.put(own, placement)
                 group.broadcast(array, root)
-                assert_array_equal(array, inputs[root], f"broadcast {told}")
+                assert_array_equal(array, inputs[root], f"broadcast {context}")
 
                 array = places.put(own, placement)
-                assert_array_equal(group.all_gather(array), stacked, f"all_gather {told}")
+                assert_array_equal(group.all_gather(array), stacked, f"all_gather {context}")
                 gathered = group.gather(array, root)
                 if group.rank == root:
-                    assert_array_equal(gathered, stacked, f"gather {told}")
+                    assert_array_equal(gathered, stacked, f"gather {context}")
                 else:
                     assert gathered is None
                 assert_array_equal(array, own)
 
                 out = places.put(np.zeros(count, dtype), placement)
                 group.scatter(stacked if group.rank == root else None, out, root)
-                assert_array_equal(out, own, f"scatter {told}")
+                assert_array_equal(out, own, f"scatter {context}")
 
 
 @WORLD_SIZES
@@ -132,7 +132,7 @@ def test_more_ranks_than_cores_do_not_collapse(group, world_size):
             array = places.put(np.full(count, rank, np.int64), placement)
             group.all_reduce(array)
             assert_array_equal(array, np.full(count, total))
-    for _ in range(100):  # with bare spinning, each of these would take a scheduler's time slice per rank
+    for _ in range(100):  # if waits only spun, each barrier would take a scheduler's time slice per rank
         group.barrier()
     assert_array_equal(group.all_gather(np.array([rank]))[:, 0], np.arange(world_size))
     exchanged = group.all_to_all(np.arange(world_size) + 100 * rank)
@@ -143,7 +143,7 @@ def test_more_ranks_than_cores_do_not_collapse(group, world_size):
 
 @kept_ranks(3)
 def test_bfloat16_by_its_bits(group):
-    """numpy has no bfloat16; frameworks hand the core pointers."""
+    """numpy has no bfloat16, so the test passes a pointer to the core, like the front ends."""
     for count in (1, 100_000, 300_001):
         values = np.full(count, group.rank + 1, np.float32)
         bits = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -153,7 +153,7 @@ def test_bfloat16_by_its_bits(group):
 
 @kept_ranks(3)
 def test_weighted_mean(group):
-    """sum(w_r * x_r) / sum(w_r); a rank of weight 0 counts for nothing, whatever it holds."""
+    """sum(w_r * x_r) / sum(w_r). A rank of weight 0 does not affect the mean, even with NaN."""
     places = Places(group, 4 * PIECE_BYTES)
     weights = (1.0, 2.5, 0.5)
     for dtype in ("float32", "float64", "float16"):

@@ -1,4 +1,4 @@
-"""Machines with less: no futex_waitv, no robust list, no vector units. The answers have the same bits."""
+"""Machines without futex_waitv, robust lists or vector units. Results have the same bits on all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.multiprocess.test_group_sequences import run_sequence
 @pytest.mark.parametrize("without", [{0, 1, 2}, {1}])
 @ranks(3, group=None)
 def test_without_futex_waitv(rank, without):
-    """On all ranks, as on a kernel before 5.16, or on one, as under a seccomp filter."""
+    """All ranks lack it, as with a kernel before 5.16, or one does, as under a seccomp filter."""
     _core.disable_futex_waitv(rank in without)
     assert not _core.has_futex_waitv() or rank not in without
     job_id = os.environ["PACELINE_JOB_ID"]
@@ -29,7 +29,7 @@ def test_without_futex_waitv(rank, without):
 
 
 def die_without_robust_list(rank, how, without):
-    """Rank 1 dies; the others tell what they learned."""
+    """Rank 1 dies; the other ranks return the lost ranks that their error names."""
     if rank in without:
         if how == "forbidden":
             seccomp.refuse("set_robust_list", errno.EPERM)
@@ -38,7 +38,7 @@ def die_without_robust_list(rank, how, without):
     assert _core.has_robust_list() == (rank not in without)
     job_id = os.environ["PACELINE_JOB_ID"]
     group = paceline.init(rank=rank, world_size=3, job_id=job_id, timeout_s=60)
-    group.subgroup([0, 1, 2]).close()  # nobody takes those who leave for dead
+    group.subgroup([0, 1, 2]).close()  # leaving a group is not taken for a death
     group.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -52,13 +52,13 @@ def die_without_robust_list(rank, how, without):
 def test_a_death_is_noticed_without_a_robust_list(how, without):
     if how == "forbidden" and not seccomp.is_supported():
         pytest.skip("the number of the system call is not known")
-    facts = {"how": how, "without": without}
-    answers = run_ranks(die_without_robust_list, 3, facts, group=None, dies={1: signal.SIGKILL})
-    assert (answers[0], answers[2]) == ((1,), (1,))
+    arguments = {"how": how, "without": without}
+    results = run_ranks(die_without_robust_list, 3, arguments, group=None, dies={1: signal.SIGKILL})
+    assert (results[0], results[2]) == ((1,), (1,))
 
 
 def digest_of_means(group):
-    """Of random inputs, whose sums do depend on the order of additions."""
+    """Hashes means and sums of random inputs, which depend on the order of additions."""
     digest = hashlib.sha256()
     random = np.random.default_rng(group.rank)
     for dtype in ("float32", "float64", "float16"):
@@ -72,9 +72,9 @@ def digest_of_means(group):
 
 
 def test_same_bits_on_every_instruction_set(monkeypatch):
-    answers = []
+    results = []
     for isa in ("portable", "avx2", "avx512", "neon"):
         monkeypatch.setenv("PACELINE_ISA", isa)
-        answers += run_ranks(digest_of_means, 3)
-    assert answers[0][:2] == ("portable", 0)
-    assert len({digest for *_, digest in answers}) == 1
+        results += run_ranks(digest_of_means, 3)
+    assert results[0][:2] == ("portable", 0)
+    assert len({digest for *_, digest in results}) == 1

@@ -1,4 +1,4 @@
-"""The same bits on all ranks, whatever a rank, or a thread of one, has told its processor about floats."""
+"""Results have the same bits on all ranks, whatever the floating-point settings of a rank or a thread."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tests.harness import kept_ranks
 from tests.multiprocess.other_floats import KINDS, delicate, other_floats
 from tests.multiprocess.reducer_world import MODEL, World
 
-_COUNTS = (8, 3_000, 100_000)  # each rank for itself, one piece, many pieces
+_COUNTS = (8, 3_000, 100_000)  # small enough that each rank sums all, one piece, many pieces
 
 
 def sums(count: int, world_size: int) -> np.ndarray:
-    """In float64, where sums of up to three float32s round once."""
+    """Sums in float64, so that up to three float32s round only once."""
     return np.sum([delicate(rank, count).astype(np.float64) for rank in range(world_size)], axis=0)
 
 
 @kept_ranks(2)
-def test_one_rank_with_other_floats_gets_the_same_bits(group):
+def test_one_rank_with_other_float_settings_gets_the_same_bits(group):
     in_region = group.allocate(100_000)
     inputs = [delicate(group.rank, count) for count in (*_COUNTS, 100_000)]
     expected = [sums(each.size, 2).astype(np.float32) for each in inputs]
@@ -33,17 +33,17 @@ def test_one_rank_with_other_floats_gets_the_same_bits(group):
 
 
 @kept_ranks(2)
-def test_the_queues_thread_and_the_callers_give_the_same_bits(group):
+def test_the_queues_thread_and_the_callers_thread_give_the_same_bits(group):
     mine = delicate(group.rank, 8)
-    group.all_reduce(mine.copy(), async_op=True).wait()  # starts the thread, with the processor's defaults
+    group.all_reduce(mine.copy(), async_op=True).wait()  # starts the queue's thread, with default settings
     expected = sums(8, 2).astype(np.float32)
     for floats in KINDS:
-        queued, made_here = mine.copy(), mine.copy()
+        queued, synchronous = mine.copy(), mine.copy()
         with other_floats(floats):
             group.all_reduce(queued, async_op=True).wait()
-            group.all_reduce(made_here)
+            group.all_reduce(synchronous)
         assert_array_equal(queued.view(np.uint32), expected.view(np.uint32), floats)
-        assert_array_equal(made_here.view(np.uint32), expected.view(np.uint32), floats)
+        assert_array_equal(synchronous.view(np.uint32), expected.view(np.uint32), floats)
 
 
 @kept_ranks(3)

@@ -1,4 +1,4 @@
-"""Forked children: no memory of the ranks stays with them, and whoever reads it is told."""
+"""Forked children do not keep the ranks' shared memory. A child that reads it dies with an explanation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MIB = 1 << 20
 
 
 def regions_of(pid):
-    """Descriptors and mappings of regions that a process has."""
+    """Returns the descriptors and mappings of regions in a process."""
     descriptors = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of this very listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             descriptors.append(os.readlink(each))
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [each for each in descriptors + maps if "/memfd:paceline (" in each]
 
 
 def fork(program):
-    """The pid of a child, and what it writes to stderr."""
+    """Forks a child that runs `program`. Returns its pid and a pipe of its stderr."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,19 +64,19 @@ def test_a_forked_child_keeps_no_memory_of_the_ranks(group):
 
 
 @ranks(2)
-def test_reading_an_array_of_the_region_in_a_forked_child_says_why_it_dies(group):
+def test_a_forked_child_that_reads_an_array_of_the_region_dies_with_an_explanation(group):
     array = group.allocate(_MIB)
     child, errors = fork(lambda: np.sum(array))
     with os.fdopen(errors) as pipe:
-        told = pipe.read()
+        printed = pipe.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
-    assert told.count("paceline: this forked child used memory that only its parent shares") == 1
-    assert "gradient_as_bucket_view=True" in told
-    group.barrier()  # nobody took the child's death for the rank's
+    assert printed.count("paceline: this forked child used memory that only its parent shares") == 1
+    assert "gradient_as_bucket_view=True" in printed
+    group.barrier()  # no rank takes the child's death for the rank's
 
 
 @ranks(2, framework="torch")
-def test_reading_a_gradient_that_is_a_view_in_a_forked_child_says_so_too(group):
+def test_a_forked_child_that_reads_a_gradient_view_dies_with_an_explanation(group):
     import torch
 
     from paceline.torch import DistributedDataParallel

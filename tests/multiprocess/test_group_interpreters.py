@@ -1,6 +1,6 @@
-"""Whole interpreters, from start to end: what an exit does to the group, and the group to an exit.
+"""Groups in interpreters that run from start to finalization: how an exit ends a group.
 
-The harness ends its ranks without the interpreter's own finalisation; here it runs.
+The harness ends its ranks without finalizing the interpreter; these tests run the finalization.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def run_scripts(script, world_size=2, timeout_s=240):
-    """(exit status, what it printed) of each of `world_size` interpreters that run `script`."""
+    """Runs `script` in `world_size` interpreters. Returns each one's (exit status, output)."""
     start = "import sys, numpy as np, paceline\ngroup = paceline.init(timeout_s=120)\nrank = group.rank\n"
     environ = os.environ | {"PACELINE_JOB_ID": uuid.uuid4().hex, "WORLD_SIZE": str(world_size)}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the job id is the rendezvous address
@@ -56,7 +56,7 @@ def test_an_exit_without_close_is_silent():
 
 @pytest.mark.parametrize("repeat", range(3))
 def test_an_exit_in_the_middle_of_an_asynchronous_call(repeat):
-    """Its thread must not meet an interpreter that is gone."""
+    """The call's thread must not use a finalized interpreter."""
     script = """
         array = np.ones(10)
         if rank == 0:
@@ -89,7 +89,7 @@ def test_an_uncaught_exception_is_reported_to_the_others():
     assert second[0] == 1 and second[1].endswith("FileNotFoundError: no such shard: 17\n")
 
 
-def test_a_loss_that_nobody_catches_ends_all():
+def test_an_uncaught_loss_ends_all_ranks():
     script = """
         group.barrier()
         if rank == 1:
@@ -97,14 +97,14 @@ def test_a_loss_that_nobody_catches_ends_all():
             os.kill(os.getpid(), 9)
         group.all_reduce(np.ones(3))
     """
-    answers = run_scripts(script, 3)
-    assert [status for status, _ in answers] == [1, -9, 1]
-    for _, printed in (answers[0], answers[2]):
+    results = run_scripts(script, 3)
+    assert [status for status, _ in results] == [1, -9, 1]
+    for _, printed in (results[0], results[2]):
         assert "Rank 1 of 3 died." in printed
 
 
-def test_a_forked_child_ends_in_silence():
-    """Its interpreter runs to its end too, with the group's objects in it."""
+def test_a_forked_child_exits_silently():
+    """The child finalizes its interpreter, too, with the group's objects in it."""
     script = """
         import os, warnings
         warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ def test_a_forked_child_ends_in_silence():
 
 
 def test_torch_style_multiprocessing_children():
-    """A forked multiprocessing child, as a DataLoader's worker, may neither use nor disturb the group."""
+    """A forked multiprocessing child, like a DataLoader's worker, can neither use nor disturb the group."""
     script = """
         import multiprocessing, warnings
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Ends and delays: close, forked children, Ctrl-C, ranks that are slow, late or gone."""
+"""Ends of groups, and delays: close, forked children, Ctrl-C, and slow, late or lost ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.multiprocess.other_ranks import BARRIER, interrupt, until_calling
 
 
 def init(rank, world_size, name="own", **options):
-    """A group beside that of the harness."""
+    """Makes a group in addition to that of the harness."""
     return paceline.init(
         rank=rank, world_size=world_size, job_id=os.environ["PACELINE_JOB_ID"], name=name, **options
     )
 
 
 @ranks(2)
-def test_a_closed_group_says_so(group):
+def test_a_closed_group_refuses_calls(group):
     assert repr(group) == f"<paceline.Group 'world': rank {group.rank} of 2, open>"
     with group.subgroup([0, 1]) as inner:
         array = inner.allocate(3)
@@ -50,7 +50,7 @@ def test_a_closed_group_says_so(group):
 
 
 @ranks(1)
-def test_one_rank_needs_nobody(group):
+def test_a_single_rank_needs_no_other(group):
     array = np.arange(5.0)
     group.all_reduce(array, "mean", weight=3.0)
     group.broadcast(array)
@@ -65,9 +65,9 @@ def test_one_rank_needs_nobody(group):
 
 
 def in_forked_child(check):
-    """Exit status of a forked child that runs `check`; 77: it raised something else than it should."""
+    """Runs `check` in a forked child. Returns its exit status; 77: it raised an unexpected exception."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of forking with threads
+        warnings.simplefilter("ignore")  # newer versions of Python warn about forks with threads
         child = os.fork()
     if child == 0:
         try:
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_wait_and_is_reported_to_the_others(rank):
         with pytest.raises(PeerLostError, match="interrupted"):
             group.barrier()
         return
-    if rank == 2:  # never calls what rank 1 waits in; but a message wakes it
+    if rank == 2:  # it never joins the barrier that rank 1 waits in; it receives from rank 0
         until_calling(group, 1, BARRIER)
         interrupt(group, 1, signal.SIGINT)
         with pytest.raises(PeerLostError) as caught:
@@ -165,35 +165,35 @@ def test_a_slow_rank_is_logged_again_and_again(group):
     own = init(group.rank, 3, name="patient", timeout_s=60, warn_after_s=0.1)
     if group.rank == 2:
         own._core.set_activity("in backward of step 7")
-        for peer in (0, 1, 0, 1):  # each of them has warned twice
+        for peer in (0, 1, 0, 1):  # wait until each peer has warned twice
             group.recv(np.zeros(1), peer)
         own.barrier()
         return
-    told = []
+    messages = []
 
     class Handler(logging.Handler):
         def emit(self, record):
-            told.append(record.getMessage())
-            if len(told) <= 2:  # on a busy machine more come before rank 2 does
+            messages.append(record.getMessage())
+            if len(messages) <= 2:  # on a busy machine, more warnings come before rank 2 joins
                 group.send(np.zeros(1), 2)
 
     logging.getLogger("paceline").addHandler(Handler())
     own.barrier()
-    assert told[0].startswith(f"paceline: rank {group.rank} of 3 has waited ")
-    waited = [float(re.search(r"has waited ([\d.]+) s", each)[1]) for each in told]
+    assert messages[0].startswith(f"paceline: rank {group.rank} of 3 has waited ")
+    waited = [float(re.search(r"has waited ([\d.]+) s", each)[1]) for each in messages]
     assert waited[0] >= 0.1 and waited[1] >= 0.3
-    assert "for rank 2 in group 'patient'" in told[0]
-    for each in told:
+    assert "for rank 2 in group 'patient'" in messages[0]
+    for each in messages:
         assert "is alive; in backward of step 7" in each
         assert "the wait ends with an error in " in each
 
 
 @ranks(2)
-def test_words_that_are_cut_in_a_character_are_told_as_far_as_they_go(group):
+def test_text_cut_within_a_character_is_reported_up_to_that_character(group):
     group._core.set_activity("é" * 100)  # 200 bytes, of which 127 fit
     group.barrier()
-    told = group._core.records()[1 - group.rank]["activity"]
-    assert told == "é" * 63 + "\ufffd"
+    activity = group._core.records()[1 - group.rank]["activity"]
+    assert activity == "é" * 63 + "\ufffd"
     group.barrier()
     own = init(group.rank, 2)
     if group.rank == 0:
@@ -210,16 +210,16 @@ def test_a_late_rank_is_named_on_every_rank(group):
     own = init(group.rank, 4, name="strict", timeout_s=1.0, forming_timeout_s=60)
     group.barrier()
     if group.rank == 2:
-        group.barrier()  # the others come here when they have raised
+        group.barrier()  # waits until the other ranks have raised
     with pytest.raises(DeadlineError) as caught:
         own.all_reduce(np.ones(3))
     if group.rank != 2:
         group.barrier()
     assert caught.value.late == (2,)
     waited = re.search(r"Rank 2 of 4 did not arrive within (\d+\.\d) s", str(caught.value))
-    assert waited and 1.0 <= float(waited[1]) < 30.0  # what it has waited, on a busy machine longer
+    assert waited and 1.0 <= float(waited[1]) < 30.0  # the time waited, which is longer on a busy machine
     assert "last call: no call yet" in str(caught.value) or group.rank == 2
-    with pytest.raises(DeadlineError):  # the group is over, and keeps saying why
+    with pytest.raises(DeadlineError):  # the group has failed, and repeats its error
         own.barrier()
 
 
@@ -240,14 +240,14 @@ def test_a_timeout_of_one_call(group):
 
 
 @ranks(2)
-def test_an_exception_that_is_caught_outside_of_a_group_ends_that_group_alone(group):
-    part = group.subgroup([0, 1])
+def test_an_exception_caught_outside_of_a_group_ends_only_that_group(group):
+    inner = group.subgroup([0, 1])
     if group.rank == 0:
-        with contextlib.suppress(FileNotFoundError), part:
+        with contextlib.suppress(FileNotFoundError), inner:
             raise FileNotFoundError("no such shard: 17")
     else:
         with pytest.raises(PeerLostError, match="no such shard: 17"):
-            part.barrier()
+            inner.barrier()
     total = np.ones(2)
     group.all_reduce(total)
     assert_array_equal(total, 2)
@@ -266,7 +266,7 @@ def test_a_rank_that_closes_early_has_left(group):
 
 
 def leave(rank, how):
-    """Rank 1 goes, in one way or another; the others tell what they learned of it."""
+    """Rank 1 exits as `how` says; the other ranks return the lost ranks and the text of their error."""
     group = init(rank, 3, timeout_s=60)
     group.barrier()
     if rank == 1:
@@ -289,7 +289,7 @@ def leave(rank, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "death", "told"),
+    ("how", "death", "expected"),
     [
         ("sys.exit(0) in the group", SystemExit, "left the group"),
         ("sys.exit(0)", SystemExit, "left the group"),
@@ -298,15 +298,15 @@ def leave(rank, how):
         ("os._exit(4)", 4, "died"),
     ],
 )
-def test_how_a_rank_goes_is_reported_to_the_others(how, death, told):
-    answers = run_ranks(leave, 3, {"how": how}, group=None, dies={1: death})
-    for lost, text in (answers[0], answers[2]):
+def test_how_a_rank_exits_is_reported_to_the_others(how, death, expected):
+    results = run_ranks(leave, 3, {"how": how}, group=None, dies={1: death})
+    for lost, text in (results[0], results[2]):
         assert lost == (1,)
-        assert told in text
+        assert expected in text
 
 
 def nest(rank):
-    """Rank 0 dies of what it learned in one group; rank 2 is with it in another."""
+    """Rank 1 exits, rank 0 raises in its group with rank 1, and rank 2 waits in another group with rank 0."""
     one = init(rank, 2, "one", timeout_s=60) if rank < 2 else None
     two = init(rank // 2, 2, "two", timeout_s=60) if rank != 1 else None
     if rank == 1:
@@ -321,9 +321,9 @@ def nest(rank):
 
 
 def test_a_loss_in_one_group_is_quoted_in_the_others():
-    _, _, told = run_ranks(nest, 3, group=None, dies={0: PeerLostError, 1: 5})
-    assert "Rank 0 of 2 raised" in told
-    assert "PeerLostError: Rank 1 of 2 died" in told
+    _, _, text = run_ranks(nest, 3, group=None, dies={0: PeerLostError, 1: 5})
+    assert "Rank 0 of 2 raised" in text
+    assert "PeerLostError: Rank 1 of 2 died" in text
 
 
 @ranks(2)

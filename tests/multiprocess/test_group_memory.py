@@ -1,4 +1,4 @@
-"""Arrays in the region: shapes, zeroes, freeing in any order, and memory that there is not."""
+"""Arrays in the region: shapes, zeros, freeing in any order, and failed allocations."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_freed_in_another_order_on_each_rank(group):
         if shared.random() < 0.6 or len(held) < 4:
             count = shared.randrange(1, 60_000)
             array = group.allocate(count, np.int64)
-            assert not array.any()  # also where another array was before
+            assert not array.any()  # also in memory that another array has used
             array[:] = group.rank + step
             held.append((array, step))
         else:
-            gone = shared.sample(range(len(held)), 3)
-            for index in sorted(gone, key=lambda _: own.random()):
+            freed = shared.sample(range(len(held)), 3)
+            for index in sorted(freed, key=lambda _: own.random()):
                 held[index][0][:] = -1
                 held[index] = (None, -1)
             held = [each for each in held if each[0] is not None]
@@ -76,20 +76,20 @@ def test_a_view_keeps_the_memory(group):
 
 
 @ranks(2)
-def test_memory_that_there_is_not(group):
+def test_allocations_larger_than_the_memory(group):
     with open("/proc/meminfo", encoding="ascii") as file:
         total_bytes = int(file.readline().split()[1]) * 1024
     for shape in ((1 << 30, 1 << 30), (1 << 40, 1 << 40), 1 << 62, total_bytes, total_bytes // 2 - (1 << 26)):
         with pytest.raises(RegionError, match=r"bytes"):
             group.allocate(shape, np.uint8)
-    array = group.allocate(1 << 20)  # and the group goes on
+    array = group.allocate(1 << 20)  # the group is still usable
     array[:] = 1
     group.all_reduce(array)
     assert_array_equal(array, 2)
 
 
 def region_descriptors():
-    """Of this process; a program that becomes a daemon closes them with all others."""
+    """Returns this process's descriptors of regions, which a program that becomes a daemon closes."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ def region_descriptors():
 
 
 @ranks(3)
-def test_who_cannot_reserve_is_named_by_all(group):
+def test_a_rank_that_cannot_reserve_is_named_by_all(group):
     before = group.allocate(1000)
     kept = []
     if group.rank == 2:
@@ -115,18 +115,18 @@ def test_who_cannot_reserve_is_named_by_all(group):
         assert caught.value.seen.endswith("Bad file descriptor")
         assert ("os.closerange" in str(caught.value)) is (group.rank == 2)
         assert ("what rank 2 raised" in caught.value.hint) is (group.rank != 2)
-        before[:] = group.rank  # what there is stays usable
+        before[:] = group.rank  # existing arrays stay usable
         group.all_reduce(before)
         assert_array_equal(before, 3)
     for number, copy in kept:
         os.dup2(copy, number)
-    array = group.allocate(1000)  # nothing is left of the failure
+    array = group.allocate(1000)  # works again after the failure
     assert not array.any()
 
 
 @ranks(2)
-def test_a_file_with_the_number_of_a_closed_descriptor_is_not_ours(group, tmp_path):
-    """Nothing is reserved in it, cut out of it, or closed: not here, and not in a forked child."""
+def test_a_file_with_the_number_of_a_closed_descriptor_is_not_touched(group, tmp_path):
+    """The core neither extends, punches nor closes it, in this process or in a forked child."""
     arrays = [group.allocate(100_000) for _ in range(3)]
     with open(tmp_path / f"users-{group.rank}", "w+b") as file:
         file.write(b"x" * 10_000)
@@ -134,7 +134,7 @@ def test_a_file_with_the_number_of_a_closed_descriptor_is_not_ours(group, tmp_pa
         numbers = region_descriptors()
         for number in numbers:
             os.dup2(file.fileno(), number)
-        del arrays[1:]  # gives memory back
+        del arrays[1:]  # frees memory of the region
         with pytest.raises(RegionError, match="Ranks 0-1 of 2 could not reserve"):
             group.allocate(100_000)
         child = os.fork()

@@ -1,4 +1,4 @@
-"""send and recv: sizes, order, both directions at once, tags, and messages that do not fit."""
+"""send and recv: sizes, order, both directions at once, tags, and messages that do not match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.testing import assert_array_equal
 from paceline.errors import ConfigError, MismatchError
 from tests.harness import kept_ranks
 
-_RING_BYTES = 128 * 1024  # of the sender's outbox (cpp/core/control.h)
+_RING_BYTES = 128 * 1024  # size of the sender's outbox (cpp/core/control.h)
 
 
 @kept_ranks(2)
@@ -56,7 +56,7 @@ def test_messages_keep_their_order(group):
 
 @kept_ranks(2)
 def test_a_message_that_does_not_fit_is_dropped(group):
-    """The receiver raises, saying what came; the sender and the messages behind it go on."""
+    """The receiver raises and names what it received. The sender and later messages are not affected."""
     for nbytes in (100, 5 * _RING_BYTES):
         if group.rank == 0:
             works = [group.send(np.full(nbytes, 1, np.uint8), 1, tag=3, async_op=True)]
@@ -78,8 +78,8 @@ def test_a_message_that_does_not_fit_is_dropped(group):
 
 
 @kept_ranks(2)
-def test_messages_go_on_while_collectives_run(group):
-    """A message that is under way crosses barriers and collectives, whichever side is waiting."""
+def test_messages_progress_while_collectives_run(group):
+    """A message in flight progresses during barriers and collectives, on either side."""
     big = 4 * _RING_BYTES
     if group.rank == 0:
         sent = group.send(np.arange(big), 1, async_op=True)
@@ -98,7 +98,7 @@ def test_messages_go_on_while_collectives_run(group):
 
 @kept_ranks(2)
 def test_arrays_of_unfinished_messages_stay_alive(group):
-    """The Work is dropped at once; the message must neither change nor write into freed memory."""
+    """The Work is dropped at once. The message must neither change nor write to freed memory."""
     count = 4 * _RING_BYTES
     other = 1 - group.rank
     for repeat in range(5):
@@ -117,7 +117,7 @@ def test_arrays_of_unfinished_messages_stay_alive(group):
 
 @kept_ranks(2)
 def test_a_collective_of_another_thread_does_not_hold_up_a_message(group):
-    """Rank 0 has an all_reduce under way that rank 1 will join only after its message was received."""
+    """Rank 0 is in an all_reduce that rank 1 joins only after its message has been received."""
     total = np.full(10, group.rank + 1)
     if group.rank == 0:
         work = group.all_reduce(total, async_op=True)

@@ -1,4 +1,4 @@
-"""Ranks that disagree: every one of them raises, saying what each did, and the group stays usable."""
+"""Ranks that make different calls: all raise, naming each rank's call, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import kept_ranks
 
 _LARGE = 300_000
 
-# What ranks 0 and 2 call, what rank 1 calls, and what the error says of each.
+# The call of ranks 0 and 2, that of rank 1, and the error's text about each.
 DISAGREEMENTS = [
     (lambda g: g.all_reduce(np.ones(3)), lambda g: g.all_reduce(np.ones(4)), "float64 x 3", "float64 x 4"),
     (
@@ -73,15 +73,15 @@ DISAGREEMENTS = [
 
 @kept_ranks(3)
 def test_every_kind_of_disagreement(group):
-    for number, (usual, odd, said, said_odd) in enumerate(DISAGREEMENTS):
+    for number, (usual, odd, usual_text, odd_text) in enumerate(DISAGREEMENTS):
         with pytest.raises(MismatchError) as caught:
             (odd if group.rank == 1 else usual)(group)
         error = caught.value
         assert error.rank == group.rank
         text = str(error)
-        for part in (said, said_odd):
-            assert re.search(part, text), (number, part, text)
-        if number != 9:  # all_to_all's sizes are told by pair, not by rank
+        for pattern in (usual_text, odd_text):
+            assert re.search(pattern, text), (number, pattern, text)
+        if number != 9:  # all_to_all's sizes are reported per pair of ranks
             assert "ranks 0, 2: " in text and "rank 1: " in text
         total = np.full(1 + number * 9000, 1.0)
         group.all_reduce(total)
@@ -89,7 +89,7 @@ def test_every_kind_of_disagreement(group):
 
 
 @kept_ranks(2)
-def test_one_call_more_is_found_at_the_next_call(group):
+def test_an_extra_call_is_detected_in_the_next_call(group):
     group.all_reduce(np.ones(3))
     if group.rank == 0:
         with pytest.raises(MismatchError, match=r"(?s)rank 0: all_reduce.*call #2.*rank 1: barrier, call #2"):
@@ -101,7 +101,7 @@ def test_one_call_more_is_found_at_the_next_call(group):
 
 
 @kept_ranks(2)
-def test_wrong_arguments_are_refused_before_anything_is_shared(group):
+def test_wrong_arguments_are_refused_before_the_call_begins(group):
     square = np.zeros((4, 4))
     frozen = np.zeros(4)
     frozen.flags.writeable = False
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused_before_anything_is_shared(group):
     ):
         with pytest.raises(ConfigError, match=problem):
             call()
-    # What is only read may be read-only, and what arrives may be anything.
+    # Inputs may be read-only, and collectives that do not reduce accept any dtype.
     assert group.all_gather(frozen).shape == (2, 4)
     group.broadcast(np.zeros(3, [("a", "U4"), ("b", ">f4")]))
     assert_array_equal(group.all_to_all(np.array([["a"], ["b"]]))[:, 0], ["ab"[group.rank]] * 2)

@@ -1,4 +1,4 @@
-"""Reports of a backward over a process group: in the memory of a host, over the group, or over Gloo."""
+"""Status reports of a backward over a process group: in shared memory, over it, or over extra Gloo."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from paceline.torch.communicator.find_peers import ProcessGroupPeers
 from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import Branches, share, train, two_layers
 
-WAYS = ("in memory", "over the group", "beside it")
-every_way = pytest.mark.parametrize("way", WAYS)
+VARIANTS = ("in memory", "over the group", "beside it")
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def report(way: str) -> bool:
-    """As where ranks share a host; or share none, and their group serves the CPU, or does not.
+def use_reports(variant: str) -> bool:
+    """Makes all models of this process exchange their reports in one of the variants.
 
-    Returns whether there is a group beside the user's.
+    "in memory": ranks share a host. "over the group": they do not. "beside it": nor does the user's process
+    group support the CPU. Returns whether there is an extra group beside the user's.
     """
     group = dist.group.WORLD
     peers = ProcessGroupPeers(group, None, None)
-    beside = peers._reports_beside() if way == "beside it" else None
-    if way != "in memory":
+    beside = peers._reports_beside() if variant == "beside it" else None
+    if variant != "in memory":
         host_reports._reports[group] = beside or GroupReports(peers.calls.begin_gather)
     return beside is not None
 
 
-def made() -> Any:
-    """How ranks report, of all models of this process."""
+def reports_of_models() -> Any:
+    """Returns the exchange of reports that all models of this process share."""
     (found,) = host_reports._reports.values()
     return found
 
 
-def _made_briefly(make: Any, *arguments: Any, timeout: timedelta) -> Any:
+def _made_with_short_timeout(make: Any, *arguments: Any, timeout: timedelta) -> Any:
     return make(*arguments, timeout=timedelta(seconds=1))
 
 
@@ -52,7 +53,7 @@ def wrapped(model: torch.nn.Module, **options: object) -> DistributedDataParalle
 
 
 def collectives_of(step: Any) -> list[str]:
-    """What a step asks Gloo to do."""
+    """Returns the collectives of Gloo that a step runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     return sorted({event.name for event in profile.events() if event.name.startswith("gloo:")})
@@ -61,17 +62,17 @@ def collectives_of(step: Any) -> list[str]:
 @kept_ranks("world_size", group="gloo")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_of_one_host_make_no_collective_for_reports(rank: int, world_size: int) -> None:
-    """A single rank has nobody to ask."""
+    """Reports go through shared memory; a single rank exchanges none."""
     ddp = wrapped(two_layers())
     ddp._sync_to_weigh()  # so that a single rank averages, too
-    train(ddp, torch.ones(4, 4), steps=2)  # then the order of gradients is agreed on, over the group
+    train(ddp, torch.ones(4, 4), steps=2)  # ranks agree on the order of gradients over the group
     assert collectives_of(lambda: train(ddp, torch.ones(4, 4))) == ["gloo:all_reduce"]
 
 
 @kept_ranks(2, group="gloo")
-@every_way
-def test_gradients_are_the_mean_and_infinities_are_named(rank: int, way: str) -> None:
-    report(way)
+@every_variant
+def test_gradients_are_the_mean_and_infinities_are_named(rank: int, variant: str) -> None:
+    use_reports(variant)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
     alone = two_layers().double()
     for count in (1, 2):
@@ -89,9 +90,9 @@ def test_gradients_are_the_mean_and_infinities_are_named(rank: int, way: str) ->
 
 
 @kept_ranks(2, group="gloo")
-@every_way
-def test_errors_name_ranks_and_parameters(rank: int, way: str) -> None:
-    report(way)
+@every_variant
+def test_errors_name_ranks_and_parameters(rank: int, variant: str) -> None:
+    use_reports(variant)
     model = Branches()
     del model.never
     ddp = wrapped(model)
@@ -101,36 +102,36 @@ def test_errors_name_ranks_and_parameters(rank: int, way: str) -> None:
 
 
 @ranks(2, group="gloo")
-@every_way
-def test_reports_of_several_models_tell_of_another_order(rank: int, way: str) -> None:
-    report(way)
+@every_variant
+def test_reports_detect_different_orders_of_models(rank: int, variant: str) -> None:
+    use_reports(variant)
     models = [wrapped(two_layers()) for _ in range(2)]
-    assert isinstance(made(), HostReports if way == "in memory" else GroupReports)
+    assert isinstance(reports_of_models(), HostReports if variant == "in memory" else GroupReports)
     own = models if rank else models[::-1]
     with pytest.raises(MismatchError, match="averaged gradients of another model"):
         own[0](torch.ones(1, 4)).sum().backward()
 
 
 @ranks(2, group="gloo")
-def test_where_a_rank_cannot_connect_all_report_through_the_users_group(rank: int) -> None:
+def test_all_report_through_the_users_group_if_one_rank_cannot_connect(rank: int) -> None:
     if rank:
 
         def cannot(*arguments: object, **options: object) -> None:
             raise RuntimeError("no route to host")
 
         dist.ProcessGroupGloo = cannot
-    else:  # and does not wait for it for long
-        dist.ProcessGroupGloo = functools.partial(_made_briefly, dist.ProcessGroupGloo)
-    assert not report("beside it")
+    else:  # with a short wait for rank 1
+        dist.ProcessGroupGloo = functools.partial(_made_with_short_timeout, dist.ProcessGroupGloo)
+    assert not use_reports("beside it")
     ddp = wrapped(two_layers())
     train(ddp, torch.ones(4, 4))
     assert ddp.gradient_path == "group"
 
 
 @ranks(2, group="gloo", dies={1: 7})
-@every_way
-def test_a_rank_that_dies_is_named(rank: int, way: str) -> None:
-    report(way)
+@every_variant
+def test_a_rank_that_dies_is_named(rank: int, variant: str) -> None:
+    use_reports(variant)
     ddp = wrapped(two_layers())
     train(ddp, torch.ones(4, 4), steps=2)
     if rank:

@@ -1,7 +1,7 @@
-"""Long random sequences of calls, the same on all ranks, every answer checked.
+"""Long random sequences of calls, equal on all ranks, with every result checked.
 
-Buffers are reused two calls or two pieces later without a further synchronisation (docs/design/core.md); a
-rank that runs ahead into a buffer which another still reads would show here, whatever the calls are.
+The core reuses buffers two calls or two pieces later without further synchronisation (docs/design/core.md).
+These tests would detect a rank that overwrites a buffer which another rank still reads.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _KINDS = (
 
 
 def make_call(group, places, kind, count, placement, root, call):
-    """One collective of `kind`; `call` makes its values differ from those of the calls around it."""
+    """Runs and checks a collective of `kind`, whose values depend on `call`."""
     world, rank = group.world_size, group.rank
     values = np.arange(count, dtype=np.int64) % 251 + call
-    told = f"call {call}: {kind} of {count}, {placement}, root {root}"
+    context = f"call {call}: {kind} of {count}, {placement}, root {root}"
     if kind == "barrier":
         group.barrier()
     elif kind in ("all_reduce", "reduce"):
@@ -51,41 +51,41 @@ def make_call(group, places, kind, count, placement, root, call):
         else:
             group.reduce(array, root)
         has_sum = kind == "all_reduce" or rank == root
-        assert_array_equal(array, values * (sum(range(world + 1)) if has_sum else rank + 1), told)
+        assert_array_equal(array, values * (sum(range(world + 1)) if has_sum else rank + 1), context)
     elif kind == "broadcast":
         array = places.put(values * (rank + 1), placement)
         group.broadcast(array, root)
-        assert_array_equal(array, values * (root + 1), told)
+        assert_array_equal(array, values * (root + 1), context)
     elif kind in ("all_gather", "gather"):
         array = places.put(values * (rank + 1), placement)
         out = group.all_gather(array) if kind == "all_gather" else group.gather(array, root)
         if out is not None:
-            assert_array_equal(out, np.stack([values * (r + 1) for r in range(world)]), told)
+            assert_array_equal(out, np.stack([values * (r + 1) for r in range(world)]), context)
     elif kind == "scatter":
         out = places.put(np.zeros(count, np.int64), placement)
         group.scatter(np.stack([values * (r + 1) for r in range(world)]) if rank == root else None, out, root)
-        assert_array_equal(out, values * (rank + 1), told)
+        assert_array_equal(out, values * (rank + 1), context)
     else:
         count = count // world + 1
         blocks = np.stack([values[:count] * (rank + 1) + d for d in range(world)])
         array = places.put(blocks, placement)
         if kind == "reduce_scatter":
             expected = values[:count] * sum(range(world + 1)) + world * rank
-            assert_array_equal(group.reduce_scatter(array), expected, told)
+            assert_array_equal(group.reduce_scatter(array), expected, context)
         else:
             expected = np.stack([values[:count] * (s + 1) + rank for s in range(world)])
-            assert_array_equal(group.all_to_all(array), expected, told)
+            assert_array_equal(group.all_to_all(array), expected, context)
 
 
 def run_sequence(group, seed, num_calls, counts=_COUNTS):
-    """`num_calls` random calls; ranks lag behind by different, random amounts."""
+    """Runs `num_calls` random calls. Each rank is delayed at random."""
     shared, own = random.Random(seed), random.Random(f"{seed}/{group.rank}")
     places = Places(group, 8 * (PIECE_BYTES // 4 + 100) * group.world_size)
     for call in range(num_calls):
         kind, placement = shared.choice(_KINDS), shared.choice(PLACEMENTS)
         count, root = shared.choice(counts), shared.randrange(group.world_size)
         if own.random() < 0.2:
-            np.random.default_rng(call).random(own.randrange(20_000))  # be late
+            np.random.default_rng(call).random(own.randrange(20_000))  # delays this rank
         make_call(group, places, kind, count, placement, root, call)
 
 
@@ -97,13 +97,13 @@ def test_random_calls(group, world_size, seed):
 
 @kept_ranks(3)
 def test_many_small_calls(group):
-    """No payload hides the hand-over: small calls follow each other as fast as they can."""
+    """Small calls in quick succession, so that copies of payload hide no race between calls."""
     run_sequence(group, 4, 1500, counts=[1, 5, 300])
 
 
 @kept_ranks(2)
 def test_pieces_alternate_from_call_to_call(group):
-    """Odd and even numbers of pieces leave the staging buffers at either parity for the next call."""
+    """Odd and even numbers of pieces, so that the next call starts with either staging buffer."""
     for call in range(60):
         for pieces in (1, 2, 3):
             count = pieces * PIECE_BYTES // 8 - call

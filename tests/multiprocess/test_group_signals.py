@@ -1,4 +1,4 @@
-"""Signal handlers and threads inside of waits: nothing hangs, and what can be done is done."""
+"""Signal handlers and threads during waits: their calls run if they can, and raise otherwise; none hangs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def on_usr1(handler):
 
 
 @ranks(2)
-def test_a_handler_makes_its_collective_after_the_one_that_its_signal_interrupted(group):
-    """As with torch: a handler that saves a checkpoint ends in a barrier."""
+def test_a_collective_in_a_handler_runs_after_the_interrupted_one(group):
+    """Like a handler that saves a checkpoint and ends with a barrier, which works with torch."""
     order = []
     if group.rank == 0:
         on_usr1(lambda: (order.append("handler"), group.barrier(), order.append("saved")))
@@ -48,36 +48,36 @@ def test_a_handler_makes_its_collective_after_the_one_that_its_signal_interrupte
     until_calling(group, 0, ALL_REDUCE)
     interrupt_sleep(group, 0)
     group.all_reduce(np.ones(10))
-    group.barrier()  # the handler's
+    group.barrier()  # matches the barrier of the handler
     group.barrier()
 
 
 @ranks(2)
-def test_a_handler_that_cannot_wait_any_longer_is_told_that_it_is_inside_a_collective(group):
-    """The rank that would end the collective comes only once the handler is through."""
-    told = []
+def test_a_collective_in_a_handler_raises_if_the_interrupted_one_cannot_end(group):
+    """The other rank joins the interrupted collective only after the handler has sent its message."""
+    errors = []
 
     def handler():
         for call in (group.barrier, lambda: group.all_reduce(np.ones(3)), lambda: group.allocate(3)):
             with pytest.raises(CollectiveError, match="on a thread that is inside of another one") as caught:
                 call()
-            told.append(str(caught.value))
-        group.send(np.ones(1), 1)  # messages have no turns
+            errors.append(str(caught.value))
+        group.send(np.ones(1), 1)  # messages do not wait for their turn
 
     if group.rank == 0:
         on_usr1(handler)
         total = np.ones(10)
         group.all_reduce(total)
         assert_array_equal(total, 2)
-        assert len(told) == 3
-        assert "under way: all_reduce(float64 x 10, sum)" in told[0]
-        assert "set a flag" in told[0]
+        assert len(errors) == 3
+        assert "under way: all_reduce(float64 x 10, sum)" in errors[0]
+        assert "set a flag" in errors[0]
     else:
         until_calling(group, 0, ALL_REDUCE)
         interrupt(group, 0)
         group.recv(np.zeros(1), 0)
         group.all_reduce(np.ones(10))
-    group.barrier()  # the group is as good as before
+    group.barrier()  # the group is still usable
 
 
 @ranks(2, dies={0: 3})
@@ -95,19 +95,19 @@ def test_a_handler_that_exits_does_not_wait_for_the_deadline(group):
 
 
 @ranks(2)
-def test_handlers_run_at_once_and_may_make_collectives_while_a_backward_or_a_message_is_awaited(group):
-    """All ranks get the signal; one of them has ended its backward, the other is in the middle of it."""
+def test_collectives_in_handlers_run_during_waits_for_a_backward_or_a_message(group):
+    """All ranks get the signal: one at the end of its backward, the other in the middle of it."""
     world = World(group)
     seen = []
     on_usr1(lambda: (group.barrier(), seen.append("saved")))
-    group.barrier()  # both listen
+    group.barrier()  # both have set their handler
     if group.rank == 0:
         got = {param: world.mark(param, 0) for param in range(len(world.model))}
         assert world.reducer.finish(1, False).outcome == 0
     else:
         got = {param: world.mark(param, 0) for param in range(4)}
         interrupt(group, 0)
-        signal.raise_signal(signal.SIGUSR1)  # meets rank 0, which waits for this rank's gradients
+        signal.raise_signal(signal.SIGUSR1)  # rank 0 runs its handler, too
         got |= {param: world.mark(param, 0) for param in range(4, len(world.model))}
         assert world.reducer.finish(1, False).outcome == 0
     world.check(got, 0)
@@ -126,21 +126,21 @@ def test_handlers_run_at_once_and_may_make_collectives_while_a_backward_or_a_mes
 
 
 @ranks(2)
-def test_a_backward_backward_in_a_handler_within_the_end_of_another_one_raises(group):
+def test_a_backward_in_a_handler_during_the_end_of_another_one_raises(group):
     world = World(group)
-    told = []
+    errors = []
 
     def handler(*_):
         try:
             world.reducer.mark_ready(0, 0)
         except ConfigError:
-            return  # not inside of finish() yet, where a second mark is an error of another kind
+            return  # finish() has not begun, and marking a gradient twice is a ConfigError
         except CollectiveError as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            told.append(error)
+            errors.append(error)
         with pytest.raises(CollectiveError) as caught:
             world.reducer.finish(1, False)
-        told.append(caught.value)
+        errors.append(caught.value)
         group.send(np.ones(1), 1)
 
     if group.rank == 1:
@@ -151,12 +151,12 @@ def test_a_backward_backward_in_a_handler_within_the_end_of_another_one_raises(g
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     assert world.reducer.finish(1, False).outcome == 0
     world.check(got, 0)
-    assert all("under way: the end of a backward pass" in str(error) for error in told)
-    assert len(told) == (2 if group.rank == 0 else 0)
+    assert all("under way: the end of a backward pass" in str(error) for error in errors)
+    assert len(errors) == (2 if group.rank == 0 else 0)
 
 
 @ranks(2)
-def test_a_handler_in_the_wait_for_an_asynchronous_call_makes_its_own_behind_it(group):
+def test_a_collective_in_a_handler_runs_after_the_awaited_asynchronous_one(group):
     total = np.ones(5)
     if group.rank == 0:
         on_usr1(group.barrier)
@@ -198,7 +198,7 @@ def test_handlers_in_waits_of_the_torch_backend(rank):
 
 
 def in_thread(call):
-    """Start it; returns the thread and the list that gets what it raises."""
+    """Runs `call` in a thread. Returns the thread and a list that gets the error it raises."""
     raised = []
 
     def run():
@@ -230,7 +230,7 @@ def test_a_call_that_waits_for_its_turn_has_its_own_deadline(group):
     else:
         group.recv(np.zeros(1), 0)
         group.barrier()
-    group.barrier()  # the calls that gave up have left no trace
+    group.barrier()  # the calls that reached their deadline do not affect it
 
 
 @ranks(2)
@@ -250,7 +250,7 @@ def test_a_synchronous_call_behind_asynchronous_ones_has_its_own_deadline(group)
 
 
 def interrupt_the_barrier(_, frame):
-    """As Ctrl-C would, once this thread is in it; until then, at the next tick of the timer."""
+    """Raises KeyboardInterrupt if this thread is in Group.barrier(), else leaves it to the next tick."""
     while frame is not None:
         if frame.f_code is Group.barrier.__code__:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -261,7 +261,7 @@ def interrupt_the_barrier(_, frame):
 @pytest.mark.parametrize("end", ["close", "abort", "signal"])
 @ranks(2)
 def test_a_call_that_waits_for_its_turn_ends_with_the_group_and_with_signals(group, end):
-    """The thread that has the turn is in Python (a log handler that hangs), and can end nothing itself."""
+    """The thread whose turn it is hangs in Python (in a log handler), so it cannot end the call."""
     if group.rank == 1:
         group.recv(np.zeros(1), 0)
         if end == "abort":

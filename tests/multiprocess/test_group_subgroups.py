@@ -1,4 +1,4 @@
-"""Groups of some of the ranks: order, overlap, nesting."""
+"""Subgroups: rank order, overlap, nesting, messages, and missing ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def test_order_overlap_and_nesting(group):
     rank = group.rank
     evens, odds = group.subgroup([0, 2]), group.subgroup([3, 1])
     overlapping = group.subgroup([1, 2, 3])
-    everybody = group.subgroup([3, 2, 1, 0])
+    whole = group.subgroup([3, 2, 1, 0])
     mine = evens or odds
     assert (evens is None) == (rank % 2 == 1) and (odds is None) == (rank % 2 == 0)
     assert mine.rank == ([0, 2] if evens else [3, 1]).index(rank)
-    assert everybody.rank == 3 - rank
-    assert {group.name, mine.name, everybody.name} == {"world", mine.name, "world/4"}
-    nested = overlapping.subgroup([2, 0]) if overlapping else None  # ranks 3 and 1 of the whole
+    assert whole.rank == 3 - rank
+    assert {group.name, mine.name, whole.name} == {"world", mine.name, "world/4"}
+    nested = overlapping.subgroup([2, 0]) if overlapping else None  # ranks 3 and 1 of `group`
     for repeat in range(30):
         value = rank + repeat
-        for each, members in ((mine, [0, 2] if evens else [3, 1]), (everybody, range(4))):
+        for each, members in ((mine, [0, 2] if evens else [3, 1]), (whole, range(4))):
             array = np.full(1 + repeat * 3000, value)
             each.all_reduce(array)
             assert_array_equal(array, sum(member + repeat for member in members))
@@ -38,7 +38,7 @@ def test_order_overlap_and_nesting(group):
 
 
 @kept_ranks(3)
-def test_a_closed_subgroup_does_not_concern_the_others(group):
+def test_closing_a_subgroup_does_not_affect_other_ranks(group):
     for repeat in range(5):
         inner = group.subgroup([0, 2])
         if inner:
@@ -71,8 +71,8 @@ def test_messages_of_a_group_and_its_subgroup_do_not_mix(group):
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 @kept_ranks(4)
-def test_who_does_not_come_to_a_subgroup_is_named_by_all(group, late):
-    """Also by those who wait less long than the others."""
+def test_a_rank_missing_from_a_subgroup_is_named_by_all(group, late):
+    """Ranks with a shorter timeout name it, too."""
     group.barrier()
     if group.rank == late:
         with pytest.raises(CollectiveError):
