@@ -144,9 +144,9 @@ def check(made: Launch, launcher: str, resumes_at: int) -> int | None:
     if stopped:
         step, code = next(iter(stopped.values()))
         assert stopped == {rank: [step, code] for rank in range(RANKS)} and code == str(PREEMPTED), (
-            "not stopped alike"
+            "the ranks stopped differently"
         )
-        assert launcher != "paceline" or made.status == PREEMPTED, "the launcher says something else"
+        assert launcher != "paceline" or made.status == PREEMPTED, "the launcher exited with another status"
         return int(step)
     is_early = made.sent_after is not None and len(reported_before(made, "ready")) < RANKS
     assert is_early, "it has ended without a checkpoint of its last step"
@@ -172,7 +172,7 @@ def disturb(
         try:
             following = check(made, launcher, at)
             if following is None:
-                assert made.reported("over") == digests, "another hash than undisturbed"
+                assert made.reported("over") == digests, "the digest differs from the undisturbed one"
         except AssertionError as error:
             raise AssertionError(
                 "\n".join([str(error), f"job {job}, signal {sent}", *made.lines[-60:]])
