@@ -30,7 +30,7 @@ from paceline.errors import PacelineError, SkippedPassError
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import run_ranks
-from tests.multiprocess.rank_signals import meet
+from tests.multiprocess.rank_signals import barrier
 
 FRAMEWORKS = ("torch", "paddle")
 ITERATIONS, AT = 8, 4
@@ -225,7 +225,7 @@ def run(group: Any, program: Program, moments: list[float] | None = None) -> lis
     results = []
     num_lines = 0
     for number, moment in enumerate([-1.0, *(program["moments"] if moments is None else moments)]):
-        meet(f"trial {number}", rank)
+        barrier(f"trial {number}", rank)
         of_trial, close = subgroup()
         subject = (_Paddle if program["framework"] == "paddle" else _Torch)(program, of_trial)
         line = -1 if moment < 0 else int(moment * num_lines)

@@ -12,22 +12,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def tell(word: str, rank: int) -> None:
+def publish(word: str, rank: int) -> None:
     """Publish that this rank has reached `word`."""
     _sign(word, rank).touch()
 
 
-def until_told(word: str, by: Iterable[int]) -> None:
+def wait_until_published(word: str, by: Iterable[int]) -> None:
     """Wait until each of these ranks has published `word`."""
     signs = [_sign(word, rank) for rank in by]
     while not all(sign.exists() for sign in signs):
         time.sleep(0.01)
 
 
-def meet(word: str, rank: int) -> None:
+def barrier(word: str, rank: int) -> None:
     """A barrier: wait until all ranks of the run have reached `word`."""
-    tell(word, rank)
-    until_told(word, range(int(os.environ["WORLD_SIZE"])))
+    publish(word, rank)
+    wait_until_published(word, range(int(os.environ["WORLD_SIZE"])))
 
 
 def _sign(word: str, rank: int) -> Path:

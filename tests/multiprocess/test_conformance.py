@@ -28,7 +28,7 @@ from tests.harness import kept_ranks
 from tests.harness.rank_main import use_up
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import Arrays, batch
-from tests.multiprocess.rank_signals import tell, until_told
+from tests.multiprocess.rank_signals import publish, wait_until_published
 
 both = pytest.mark.parametrize("framework", ["torch", "torch.distributed", "paddle", "paddle.distributed"])
 views = pytest.mark.parametrize("view", [False, True])
@@ -366,11 +366,11 @@ def test_a_late_rank_is_an_error_at_the_time_out(group: object, framework: str) 
     do.backward(do.loss(wrapped, x))
     use_up()  # one rank does not make a call of the process group
     if group.rank == 1:
-        until_told("raised", [0])
+        wait_until_published("raised", [0])
         return
     with pytest.raises(DeadlineError, match=r"(?s)ank 1 .*3\.0 s") as caught:
         do.backward(do.loss(wrapped, x))
-    tell("raised", 0)
+    publish("raised", 0)
     assert caught.value.late == (1,)
     assert "after backward of iteration 1" in str(caught.value)
 

@@ -18,7 +18,7 @@ import pytest
 from paceline.errors import ConfigError, DeadlineError, GroupClosedError, PeerLostError
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 from tests.multiprocess.test_conformance import adapter
 from tests.several_hosts import be_on_host
 
@@ -48,13 +48,13 @@ def wrap(rank: int, framework: str, layout: tuple[int, ...], **options: Any) -> 
     be_on_host(layout[rank])
     adapter(f"{framework}.distributed").join(rank, len(layout))
     do = adapter(framework)
-    meet("joined", rank)  # here and below: a short timeout must cover only the backward under test
+    barrier("joined", rank)  # here and below: a short timeout must cover only the backward under test
     wrapped = do.wrap(do.network(), None, **options)
     assert wrapped.gradient_path == ("group" if options.get("reduce_through") == "group" else "hosts")
     for step in range(2):
-        meet(f"step {step}", rank)
+        barrier(f"step {step}", rank)
         backward(do, wrapped, step, rank)
-    meet("through", rank)  # else another host may still be in the backward after which this rank fails
+    barrier("through", rank)  # else another host may still be in the backward after which this rank fails
     return do, wrapped
 
 
@@ -89,14 +89,14 @@ def test_the_text_of_an_exception_is_reported_at_once(
     if rank == FAILS:
         error = ValueError("the cause")
         sys.excepthook(ValueError, error, None)  # by hand: the harness catches the error
-        until_told("raised", range(FAILS))  # a process that has imported a framework takes long to exit
+        wait_until_published("raised", range(FAILS))  # with a framework imported, exit takes long
         raise error
     started = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         backward(do, wrapped, 2, rank)
-    tell("raised", rank)
+    publish("raised", rank)
     assert time.monotonic() - started < BOUND_S
-    until_told("raised", range(FAILS))  # and no other rank exits before
+    wait_until_published("raised", range(FAILS))  # and no other rank exits before
     assert "the cause" in str(caught.value) and caught.value.lost == (FAILS,), str(caught.value)
 
 
@@ -110,14 +110,14 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
 ) -> None:
     do, wrapped = wrap(rank, framework, layout, timeout_s=4)
     if rank == FAILS:
-        until_told("raised", range(FAILS))
+        wait_until_published("raised", range(FAILS))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(DeadlineError) as caught:
         backward(do, wrapped, 2, rank)
     assert FAILS in caught.value.late, str(caught.value)
     if layout != ALONE:  # rank 2 shares memory with rank 3, and reports to the other hosts
         assert caught.value.late == (FAILS,), str(caught.value)
-    tell("raised", rank)
+    publish("raised", rank)
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])

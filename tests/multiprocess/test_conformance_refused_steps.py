@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import ConfigError, PeerLostError, TornStepError
 from tests.harness import kept_ranks
-from tests.multiprocess.rank_signals import tell, until_told
+from tests.multiprocess.rank_signals import publish, wait_until_published
 from tests.multiprocess.test_conformance import adapter, close
 from tests.several_hosts import be_on_host
 
@@ -144,8 +144,8 @@ def test_a_step_in_which_all_ranks_raise_after_writing_is_partial(
     training.do.Refusing.refuses = "after" if training.has_shard else None
     with pytest.raises(ValueError if training.has_shard else PeerLostError, match="no such step"):
         training.optimizer.step()
-    tell("has raised", rank)
-    until_told("has raised", range(world_size))
+    publish("has raised", rank)
+    wait_until_published("has raised", range(world_size))
     with pytest.raises(TornStepError):
         training.backward()
 
@@ -164,8 +164,8 @@ def test_a_step_that_one_rank_refuses_is_partial(
     if rank != 1:
         assert caught.value.lost == (1,)
         assert caught.value.step_is_complete is False
-    tell("has raised", rank)
-    until_told("has raised", range(world_size))
+    publish("has raised", rank)
+    wait_until_published("has raised", range(world_size))
     with pytest.raises(TornStepError):
         training.backward()
 
@@ -185,6 +185,6 @@ def test_with_a_journal_the_others_update_the_shard_of_a_rank_that_refuses(
     if rank != 1:
         assert caught.value.lost == (1,)
         assert caught.value.step_is_complete is True
-    tell("has raised", rank)
-    until_told("has raised", range(world_size))
+    publish("has raised", rank)
+    wait_until_published("has raised", range(world_size))
     training.check()

@@ -18,7 +18,7 @@ import pytest
 
 from paceline.errors import DeadlineError, PacelineError
 from tests.harness import run_ranks, run_side_by_side
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 
 ASKED_S = 4.0
 BOUND_S = 40.0  # allows for a busy machine; the process groups' default timeouts are 300 s and 1800 s
@@ -77,7 +77,7 @@ class Torch:
         importlib.import_module("paceline.torch.backend").register()
         store = dist.FileStore(f"{os.environ['TMPDIR']}/store")
         options = {"store": store, "rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
-        meet("started", rank)
+        barrier("started", rank)
         if backend == "paceline":
             dist.init_process_group(backend, timeout=timedelta(seconds=asked_s), **options)
             return
@@ -193,9 +193,9 @@ def waits(rank, framework, backend, wait):
     of_group_s = OF_GROUP_S if wait.startswith("norm's") else ASKED_S
     front = {"torch": Torch, "paddle": Paddle}[framework](rank, backend, of_group_s)
     call = prepared(front, wait)
-    meet("prepared", rank)
+    barrier("prepared", rank)
     if rank == 1:
-        until_told("raised", [0])
+        wait_until_published("raised", [0])
         return None
     begun = time.monotonic()
     raised = None
@@ -205,7 +205,7 @@ def waits(rank, framework, backend, wait):
         raised = type(error).__name__, getattr(error, "late", None), str(error)
     finally:
         waited_s = time.monotonic() - begun
-        tell("raised", rank)
+        publish("raised", rank)
     with contextlib.suppress(Exception):  # the other rank is about to exit
         del call, front
     return raised, waited_s

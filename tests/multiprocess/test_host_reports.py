@@ -11,7 +11,7 @@ from paceline.health.peer_monitor import MemorySource, PeerMonitor
 from paceline.reducer.host_reports import HostReports
 from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
 from tests.harness import kept_ranks, ranks
-from tests.multiprocess.rank_signals import tell, until_told
+from tests.multiprocess.rank_signals import publish, wait_until_published
 
 
 def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> list[bytes]:
@@ -49,11 +49,11 @@ def test_a_report_counts_even_if_its_rank_died_after_it(group) -> None:
     """Otherwise the ranks would disagree about whether the backward was good."""
     reports = HostReports(group._core)
     if group.rank:
-        until_told("started", [0])
+        wait_until_published("started", [0])
         reports.begin(b"last words")
         os._exit(7)
     gathering, rows = reports.begin(b"first ones")
-    tell("started", 0)
+    publish("started", 0)
     assert isinstance(PeerMonitor(MemorySource(group._core)).find_lost(within_s=60.0), PeerLostError)
     assert gathering.is_completed()
     gathering.wait()

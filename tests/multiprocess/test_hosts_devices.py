@@ -37,7 +37,7 @@ from paceline.torch.communicator.local_group import LocalCalls
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from tests.harness import kept_ranks, ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
-from tests.multiprocess.rank_signals import tell, until_told
+from tests.multiprocess.rank_signals import publish, wait_until_published
 from tests.multiprocess.test_hosts import (
     BLOCKS,
     ROUND_ROBIN,
@@ -543,10 +543,10 @@ def test_a_rank_that_raises_is_quoted_on_all_ranks(rank, in_backward, monkeypatc
 def test_a_straggler_is_named_by_the_ranks_of_its_host_and_reported_to_the_others(rank, monkeypatch):
     _, wrapped = trained_model(rank, monkeypatch, timeout_s=3)
     if rank == 3:
-        until_told("raised", [0, 1, 2])
+        wait_until_published("raised", [0, 1, 2])
     with pytest.raises(DeadlineError, match=r"Rank 2 of 4 gave up waiting for rank 3") as caught:
         backward(wrapped, 2, rank, 4)
-    tell("raised", rank)
+    publish("raised", rank)
     assert caught.value.late == (3,)
 
 
@@ -554,12 +554,12 @@ def test_a_straggler_is_named_by_the_ranks_of_its_host_and_reported_to_the_other
 def test_a_late_host_is_named(rank, monkeypatch):
     _, wrapped = trained_model(rank, monkeypatch, timeout_s=3)
     if rank > 1:
-        until_told("raised", [0, 1])
+        wait_until_published("raised", [0, 1])
     with pytest.raises(
         (DeadlineError, PeerLostError), match=r"Rank [01] of 4 gave up waiting for rank [23] \(host 1"
     ):
         backward(wrapped, 2, rank, 4)
-    tell("raised", rank)
+    publish("raised", rank)
 
 
 @kept_ranks(4, group="gloo")
@@ -570,13 +570,13 @@ def test_the_sender_of_a_missing_message_is_named_by_all_ranks(rank, monkeypatch
         send = InFlightBucket._send
 
         def send_late(*arguments: Any) -> None:
-            until_told("raised", [0, 1, 2])
+            wait_until_published("raised", [0, 1, 2])
             send(*arguments)
 
         monkeypatch.setattr(InFlightBucket, "_send", send_late)
     with pytest.raises(DeadlineError) as caught:
         backward(wrapped, 2, rank, 4)
-    tell("raised", rank)
+    publish("raised", rank)
     # The first to give up is either rank 3, whose shards are stuck, or a rank that waits for it.
     assert "gave up waiting for rank 3" in str(caught.value) or caught.value.summary.startswith("Rank 3 ")
 

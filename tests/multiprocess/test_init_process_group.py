@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import free_ports
 from paceline.torch import DistributedDataParallel, init_process_group
 from tests.harness import ranks, seccomp
-from tests.multiprocess.rank_signals import tell, until_told
+from tests.multiprocess.rank_signals import publish, wait_until_published
 
 ENVIRONMENTS = {
     "mpirun": {
@@ -113,16 +113,16 @@ def test_ranks_of_two_jobs_at_one_address_do_not_train_together(rank, has_secret
     if rank == 2:
         if has_secret:
             return  # it would wait for the first rank, which raises
-        until_told("formed", [0, 1])
+        wait_until_published("formed", [0, 1])
     if rank == 2 or has_secret:
         words = "do not have the same secret" if has_secret else "Two processes claim rank 1 of 2"
         with pytest.raises(RendezvousError, match=words):
             init_process_group("gloo", rank=min(rank, 1), world_size=2, address=address, timeout=60)
     else:
         init_process_group("gloo", rank=rank, world_size=2, address=address, timeout=60)
-    tell("formed", rank)
+    publish("formed", rank)
     if rank < 2 and not has_secret:
-        until_told("formed", [2])
+        wait_until_published("formed", [2])
         with pytest.raises(ConfigError, match="Two processes claim rank 1 of 2") as caught:
             DistributedDataParallel(torch.nn.Linear(2, 1))
         assert caught.value.seen.count("rank 1 on host") == 2 and "two jobs" in caught.value.likely

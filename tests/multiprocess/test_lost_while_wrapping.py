@@ -18,7 +18,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from tests.harness import run_ranks, run_side_by_side
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 
 FORMING_S = 300  # until all ranks have joined the group
 PATIENT_S = 40  # where the death is found at once, and no rank waits for this deadline
@@ -56,7 +56,7 @@ def wrap(rank, struck, sign, at, store, deadline_s=DEADLINE_S):
     from paceline.torch import DistributedDataParallel
 
     init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
-    meet("started", rank)
+    barrier("started", rank)
     forming = timedelta(seconds=FORMING_S)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=3, timeout=forming)
     dist.barrier()  # no rank is still connecting to the others
@@ -102,8 +102,8 @@ def raised_by(wrap_model, exchange, rank, struck, sign, at):
         with open(f"{os.environ['TMPDIR']}/struck") as file:
             pid = int(file.read())
         waited_s = time.monotonic() - started
-        tell("raised", rank)
-        until_told("raised", {0, 1, 2} - {struck})  # a store ends with the rank that serves it
+        publish("raised", rank)
+        wait_until_published("raised", {0, 1, 2} - {struck})  # a store ends with the rank that serves it
         if sign == signal.SIGSTOP and rank == (struck + 1) % 3:
             os.kill(pid, signal.SIGKILL)
         return str(error), getattr(error, "missing", None) or getattr(error, "lost", None), waited_s, pid

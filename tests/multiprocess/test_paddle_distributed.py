@@ -39,7 +39,7 @@ from tests.multiprocess.paddle_models import (
     train,
     two_layers,
 )
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 from tests.several_hosts import be_on_host
 
 PATIENT_S = 60  # no rank waits for it if the error is reported at once
@@ -153,12 +153,12 @@ def test_a_failed_start_may_be_repeated(rank: int) -> None:
     if rank == 0:
         with pytest.raises(RendezvousError, match="gave up waiting for rank 1 after"):
             form_paddles_group(0.5)
-        tell("given up", 0)
+        publish("given up", 0)
     else:
-        until_told("given up", [0])
+        wait_until_published("given up", [0])
         with pytest.raises(RendezvousError):  # for the try that rank 0 gave up
             form_paddles_group(0.5)
-    meet("ready", rank)
+    barrier("ready", rank)
     form_paddles_group(60.0)
     assert dist.get_world_size() == 2
     dist.destroy_process_group()
@@ -188,7 +188,7 @@ def test_a_group_that_one_rank_could_not_form_is_reported_to_all(
 
     def form() -> None:
         formed()
-        meet("formed", rank)
+        barrier("formed", rank)
         if rank == failing:
             raise RuntimeError("no route")
 
@@ -215,16 +215,16 @@ def test_a_rank_that_does_not_form_the_group_in_time_is_named_on_all(
     def form() -> None:
         formed()
         if rank == 1:
-            until_told("given up", [0])
+            wait_until_published("given up", [0])
 
     monkeypatch.setattr(dist, "init_parallel_env", form)
     try:
         with pytest.raises(RendezvousError, match="another rank could not") as raised:
             form_paddles_group(5.0)
     finally:
-        tell("given up", rank)
+        publish("given up", rank)
     assert "rank 1 has not formed Paddle's group" in raised.value.seen
-    meet("reported", rank)  # rank 0 keeps the membership store
+    barrier("reported", rank)  # rank 0 keeps the membership store
 
 
 @ranks(2, group=None)

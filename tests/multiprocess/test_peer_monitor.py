@@ -15,7 +15,7 @@ from paceline.errors import DeadlineError, PeerLostError, RegionError
 from paceline.health import control_channel
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 from tests.several_hosts import be_on_host
 
 PATIENT_S = 60.0
@@ -50,7 +50,7 @@ def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
 
     one_backward()
     # The first backward ends in extra calls, in which other ranks may be when this rank has finished.
-    meet("through", rank)
+    barrier("through", rank)
     return one_backward
 
 
@@ -96,11 +96,11 @@ def test_a_rank_that_exits(rank, framework):
 def test_a_rank_that_skips_a_backward(rank, framework):
     one_backward = model_of(rank, framework, ASKED_S)
     if rank == 1:
-        until_told("raised", (0, 2))
+        wait_until_published("raised", (0, 2))
         os.kill(os.getpid(), signal.SIGKILL)  # otherwise Paddle's threads would wait 30 s more
     with pytest.raises(DeadlineError) as caught:
         one_backward()
-    tell("raised", rank)
+    publish("raised", rank)
     assert caught.value.late == (1,)
     assert "is alive; last after backward of iteration" in str(caught.value)
 

@@ -27,7 +27,7 @@ from paceline.sharding.step_exchange import MemoryTravel
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
 from paceline.torch.ops import OPS
 from tests.harness import kept_ranks, ranks
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 from tests.multiprocess.test_local_sgd import network, place, rows
 from tests.multiprocess.test_sharded_optimizer import make_parameters, same_bits
 
@@ -125,9 +125,9 @@ def test_different_arguments_are_reported_when_the_optimizer_is_made(rank: int, 
 def test_a_step_on_one_rank_names_the_other_at_the_deadline(rank: int, path: str) -> None:
     parameters, optimizer = make(path)
     optimizer.step()
-    meet("both have made a step", rank)
+    barrier("both have made a step", rank)
     if rank == 1:
-        until_told("given up", [0])
+        wait_until_published("given up", [0])
         return
     if path == "memory":  # from here on, this one wait has a short deadline
         hasty = MemoryTravel(optimizer._communicator.core.with_patience(0.5, 100.0), OPS)
@@ -140,7 +140,7 @@ def test_a_step_on_one_rank_names_the_other_at_the_deadline(rank: int, path: str
     assert "rank 1" in str(caught.value) and caught.value.late == (1,)
     assert "nothing was written yet" in str(caught.value) and caught.value.step_is_complete
     assert all(map(same_bits, parameters, before))
-    tell("given up", rank)
+    publish("given up", rank)
 
 
 @pytest.mark.parametrize("where", ["before", "within"])
@@ -210,8 +210,8 @@ def test_a_rank_that_raises_in_its_step_is_reported_at_once(rank: int, path: str
         ddp(torch.ones(1, 30))
     if is_shared and rank != 1:  # this rank has waited for all ranks that write
         assert "rank 1 of this host wrote no part" in str(torn.value)
-    tell("raised", rank)
-    until_told("raised", [0, 1, 2])
+    publish("raised", rank)
+    wait_until_published("raised", [0, 1, 2])
 
 
 class Refusing(optim.SGD):
@@ -320,7 +320,7 @@ def test_the_error_after_an_abandoned_step_shows_what_to_do(rank: int) -> None:
         parameter.grad = torch.ones_like(parameter)
     first, second = (ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1) for _ in range(2))
     first._steps._step_tables.refuse()  # as after a deadline
-    meet("given up", rank)
+    barrier("given up", rank)
     with pytest.raises(CollectiveError, match="could not meet all ranks") as caught:
         second.step()
     assert caught.value.step_is_complete and "another optimizer of these parameters" in caught.value.likely
@@ -354,8 +354,8 @@ def test_a_rank_without_data_reports_that_another_completed_the_step(rank: int) 
     with pytest.raises(PeerLostError) as caught:
         train()
     assert caught.value.lost == (1,) and caught.value.step_is_complete
-    tell("raised", rank)
-    until_told("raised", [0, 2])
+    publish("raised", rank)
+    wait_until_published("raised", [0, 2])
 
 
 @kept_ranks(3, group="gloo")
@@ -368,7 +368,7 @@ def test_a_rank_without_data_that_fails_in_the_barrier(rank: int) -> None:
 
     def lost(numbers: bytes) -> bytes:
         gather(numbers)
-        until_told("begun", [0])
+        wait_until_published("begun", [0])
         raise PeerLostError("Rank 1 of 3 died.", lost=(1,))
 
     def train() -> None:
@@ -385,7 +385,7 @@ def test_a_rank_without_data_that_fails_in_the_barrier(rank: int) -> None:
         def begun() -> bool:
             has_begun = begin()
             if barriers.number > 1:
-                tell("begun", 0)
+                publish("begun", 0)
             return has_begun
 
         optimizer._steps._step_tables.begin = begun  # type: ignore[method-assign]
@@ -394,8 +394,8 @@ def test_a_rank_without_data_that_fails_in_the_barrier(rank: int) -> None:
     assert caught.value.step_is_complete is False
     with pytest.raises(TornStepError):
         ddp.state_dict()
-    tell("raised", rank)
-    until_told("raised", [0, 1, 2])
+    publish("raised", rank)
+    wait_until_published("raised", [0, 1, 2])
 
 
 class Coupled(optim.SGD):

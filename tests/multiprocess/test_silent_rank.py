@@ -17,7 +17,7 @@ import pytest
 
 from paceline.errors import DeadlineError
 from tests.harness import run_ranks
-from tests.multiprocess.rank_signals import meet, tell, until_told
+from tests.multiprocess.rank_signals import barrier, publish, wait_until_published
 from tests.several_hosts import be_on_host
 
 ASKED_S = 3.0  # also bounds the backwards before the one that a rank skips
@@ -53,7 +53,7 @@ def wrapped(rank, framework, hosts, **options):
         do.backward(do.loss(model, batch()))
 
     one_backward()
-    meet("through", rank)
+    barrier("through", rank)
     return model, one_backward
 
 
@@ -61,7 +61,7 @@ def be_late(how, others):
     """Wait until the others have raised, and end by SIGKILL: Paddle's threads would wait 30 s more."""
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)  # a survivor ends it
-    until_told("raised", others)
+    wait_until_published("raised", others)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -73,15 +73,15 @@ def check(error, how, late, seconds):
         assert "does not answer" in error.seen or "is stopped" in error.seen
         assert "stopped" in error.likely and "kill -CONT" in error.hint
     else:
-        assert "after backward of iteration" in error.seen and "until_told" in error.seen, error
+        assert "after backward of iteration" in error.seen and "wait_until_published" in error.seen, error
     # The documents promise 0.5 s; a busy machine may add to it.
     assert seconds < ASKED_S + 0.5 + 10
 
 
 def end(late, survivors, rank):
-    tell("raised", rank)
+    publish("raised", rank)
     if rank == survivors[0]:
-        until_told("raised", survivors)
+        wait_until_published("raised", survivors)
         with contextlib.suppress(ProcessLookupError):  # a rank that is not stopped ends itself
             os.kill(int(Path(os.environ["TMPDIR"], f"pid-{late}").read_text()), signal.SIGKILL)
 

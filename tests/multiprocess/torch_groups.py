@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.torch import backend
 from paceline.torch.backend.registration import OLDEST
-from tests.multiprocess.rank_signals import meet
+from tests.multiprocess.rank_signals import barrier
 
 # Both are deprecated under the old name in torch 2.13, and torch 2.11 has only that.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,7 +27,7 @@ needs_backend = pytest.mark.skipif(torch.__version__ < OLDEST, reason=f"the back
 def torch_group(rank: int, name: str = "paceline", *, timeout_s: float = 60) -> Iterator[dist.ProcessGroup]:
     """The default process group of all ranks, once each of them has started."""
     backend.register()
-    meet("started", rank)
+    barrier("started", rank)
     store = dist.FileStore(f"{os.environ['TMPDIR']}/store")
     dist.init_process_group(
         name,
