@@ -41,6 +41,14 @@ def test_nothing_is_due_while_the_job_runs() -> None:
     assert clock.watch.look([7]) == (None, False)
 
 
+def test_a_rank_that_ends_when_it_would_be_given_up_has_ended_well() -> None:
+    """On a busy machine the launcher learns both at once."""
+    clock = Clock()
+    clock.watch.begin([7])
+    clock.now += 1000
+    assert clock.watch.look([]) == (None, False)
+
+
 def test_an_idle_rank_is_reported_and_given_up() -> None:
     clock = Clock()
     assert clock.run() == [30, 60, 120, 300, None]

@@ -60,9 +60,9 @@ class LastRanks:
 
         Returns:
             The number of seconds after which to report them, if a report is due now (else None), and whether
-            they were idle for the whole time-out.
+            they were idle for the whole time-out. Without `pids`, the last rank has just ended: neither.
         """
-        if self._since is None or self.seconds_to_look() != 0.0:
+        if not pids or self._since is None or self.seconds_to_look() != 0.0:
             return None, False
         now, used = self._now(), self._used(pids)
         sampled_at, used_before = self._sample
