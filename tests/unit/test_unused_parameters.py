@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.static_graph import GraphVariety, StaticGraph
 from paceline.reducer.backward.unused_parameters import UnusedParameters
-from paceline.reducer.backward_errors import GraphVariety, StaticGraph
 from paceline.reducer.backward_reports import digest_of
 
 NAMES = ["a", "b", "c", "d"]

@@ -1,17 +1,12 @@
 """The errors and warnings for the outcome of a backward, the same for every framework and on every rank.
 
-`Judge` decides which to raise. After it come the errors, with names in place of indices, and the check of
-static_graph=True, which promises that every backward uses the same parameters. Only a rank itself knows
-whether it used a parameter, because a gradient that is left from before (zeros, after
-zero_grad(set_to_none=False)) is averaged like any other. So each rank compares its backward with its first
-one, and reports a difference in place of its counts of forwards. Then all ranks exchange the details.
+`Judge` decides which to raise. After it come the errors, with names in place of indices.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.errors import (
@@ -56,14 +51,14 @@ class Judge:
         allow_unused: bool,
         nonfinite: str,
         all_gather: Callable[[bytes], list[bytes]],
-        static_graph: StaticGraph | None = None,
+        check_graph: Callable[[Sequence[BackwardStatus]], None] | None = None,
     ) -> None:
         self._all_gather = all_gather
         self._names = names
         self._world_size = world_size
         self._allow_unused = allow_unused
         self._nonfinite = nonfinite
-        self._static_graph = static_graph
+        self._check_graph = check_graph
         self._has_warned = False
         self._has_warned_of_globally_unused = False
 
@@ -81,8 +76,8 @@ class Judge:
                 raise refusal
             check_refused(statuses, self._names)
             check_twice(statuses, self._names)
-            if self._static_graph is not None:
-                self._static_graph.check(statuses)
+            if self._check_graph is not None:
+                self._check_graph(statuses)
         if Outcome.SKIPPED in outcome and not differ_in_frozen_only(statuses):
             check_promises(statuses)
             raise skipped_error(statuses)
@@ -109,7 +104,7 @@ class Judge:
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
     """For parameters that some rank left without a gradient, when that was not allowed."""
-    ranks_of = _invert(enumerate(unused_by_rank))
+    ranks_of = ranks_by_index(enumerate(unused_by_rank))
     world_size = len(unused_by_rank)
     who = sorted({rank for ranks in ranks_of.values() for rank in ranks})
     everywhere = len(who) == world_size and all(len(ranks) == world_size for ranks in ranks_of.values())
@@ -118,7 +113,7 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
         f"{len(ranks_of)} of {_counted(len(names), 'parameter')} got no gradient on "
         f"{where if everywhere or len(who) < world_size else f'some of the {world_size} ranks'}.",
         where="the end of backward; the gradients of this backward are not to be used, on any rank",
-        seen=_rows(ranks_of, names),
+        seen=name_rows(ranks_of, names),
         likely="the loss does not depend on these parameters"
         + ("" if everywhere else ", or these ranks took another branch in forward, or froze them"),
         hint="use every output of forward in the loss; if some parameters are meant to be idle in some "
@@ -149,10 +144,10 @@ def nonfinite_error(
 ) -> NonFiniteGradientError:
     """For a mean with an infinity or a NaN: some rank's gradient has one, or the sum overflowed."""
     found = sorted(set(pairs))
-    ranks_of = _invert((rank, [index]) for rank, index in found)
+    ranks_of = ranks_by_index((rank, [index]) for rank, index in found)
     who = sorted({rank for rank, _ in found})
     sums = tuple(names[index] for index in sorted(set(overflowed)))
-    seen = [_rows(ranks_of, names)] if found else []
+    seen = [name_rows(ranks_of, names)] if found else []
     likely = [
         "the loss overflowed or divided by zero there: look at its batch, and at the learning rate"
     ] * bool(found)
@@ -182,7 +177,7 @@ def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> Non
     raise GraphChangedError(
         f"The gradient of '{shorten(twice)}' came twice in one backward, on {who}.",
         where="the end of backward; the gradients of this backward are not to be used, on any rank",
-        seen=_rows(ranks_of, names),
+        seen=name_rows(ranks_of, names),
         likely="a parameter that several segments of reentrant activation checkpointing use",
         hint="checkpoint with use_reentrant=False; or promise static_graph=True, which learns it from the "
         "first backward",
@@ -200,7 +195,7 @@ def check_refused(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> N
     raise ConfigError(
         f"The gradient of '{shorten(refused)}' cannot be averaged on {who}.",
         where="the end of backward; the gradients of this backward are not to be used, on any rank",
-        seen=_rows(ranks_of, names),
+        seen=name_rows(ranks_of, names),
         likely="a hook, or a conversion of the model, that is on these ranks only",
         hint="the error on these ranks says what is wrong with it",
     )
@@ -247,24 +242,6 @@ def swapped_error(name: str, where: str) -> ConfigError:
     )
 
 
-def graph_changed_error(
-    lost_by_rank: Mapping[int, Sequence[int]],
-    gained_by_rank: Mapping[int, Sequence[int]],
-    names: Sequence[str],
-) -> GraphChangedError:
-    """For parameters used differently than in the first backward, although static_graph=True was promised."""
-    lost, gained = _invert(lost_by_rank.items()), _invert(gained_by_rank.items())
-    rows = [("no gradient any more", lost), ("no gradient in the first backward", gained)]
-    return GraphChangedError(
-        "The graph changed, although static_graph=True promised that it would not.",
-        where="the end of backward; the gradients of this backward are not to be used, on any rank",
-        seen="\n".join(f"{what}, {_rows(ranks_of, names)}" for what, ranks_of in rows if ranks_of),
-        likely="a branch in forward that some steps take and others don't",
-        hint="pass find_unused_parameters=True instead of static_graph=True",
-        changed=tuple(names[index] for index in sorted({*lost, *gained})),
-    )
-
-
 def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
     """For ranks that differ in their forwards since the last synchronised backward, or in how many of these
     the backward has not reached.
@@ -282,7 +259,7 @@ def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
         rank: min(status.forwards, 1) if has_extra else status.forwards - status.reached
         for rank, status in active
     }
-    ranks_of = _invert((rank, [number]) for rank, number in said.items())
+    ranks_of = ranks_by_index((rank, [number]) for rank, number in said.items())
     usual = max(ranks_of, key=lambda number: (len(ranks_of[number]), number if has_extra else -number))
     odd = [rank for rank, number in said.items() if number != usual]
     hint = "make the decision to skip the same on every rank, or run backward on a loss times 0"
@@ -340,7 +317,7 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
 
 def _reported(index_by_rank: Sequence[int | None]) -> tuple[dict[int, list[int]], str]:
     pairs = [(rank, [index]) for rank, index in enumerate(index_by_rank) if index is not None]
-    return _invert(pairs), _of_world([rank for rank, _ in pairs], len(index_by_rank))
+    return ranks_by_index(pairs), _of_world([rank for rank, _ in pairs], len(index_by_rank))
 
 
 def _of_world(ranks: Sequence[int], world_size: int) -> str:
@@ -353,7 +330,8 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _invert(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, list[int]]:
+def ranks_by_index(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, list[int]]:
+    """The ranks of each parameter index, from each rank's indices."""
     ranks_of: dict[int, list[int]] = {}
     for rank, indices in indices_by_rank:
         for index in indices:
@@ -361,7 +339,8 @@ def _invert(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, l
     return ranks_of
 
 
-def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
+def name_rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
+    """Parameter names, one line for each set of ranks."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for index, ranks in sorted(ranks_of.items()):
         groups.setdefault(tuple(ranks), []).append(names[index])
@@ -386,66 +365,6 @@ def shorten(names: Sequence[str]) -> str:
     if len(names) <= _SHOWN_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[: _SHOWN_NAMES - 1])} and {len(names) - _SHOWN_NAMES + 1} more"
-
-
-class StaticGraph:
-    """Compares the parameters that this rank used in its first good backward with those of later ones."""
-
-    def __init__(self, names: Sequence[str], all_gather: Callable[[bytes], list[bytes]]) -> None:
-        self._names = names
-        self._all_gather = all_gather
-        self._first: frozenset[int] | None = None
-        self._now: frozenset[int] | None = None
-
-    def has_changed(self, used: Collection[int]) -> bool:
-        """Whether this rank's backward used other parameters than its first one."""
-        self._now = frozenset(used)
-        return self._first is not None and self._now != self._first
-
-    def end_good(self) -> None:
-        if self._first is None:
-            self._first = self._now
-
-    def check(self, statuses: Sequence[BackwardStatus]) -> None:
-        """Raise if the graph of some rank has changed. The same on all ranks, and collective if so."""
-        reported = [rank for rank, status in enumerate(statuses) if status.graph_changed]
-        if not reported:
-            return
-        lost: Sequence[int] = ()
-        gained: Sequence[int] = ()
-        if self._first is not None and self._now is not None:  # not so if this rank has had no data yet
-            lost, gained = sorted(self._first - self._now), sorted(self._now - self._first)
-        payloads = self._all_gather(array("q", [len(lost), *lost, *gained]).tobytes())
-        rows = {rank: array("q", payloads[rank]).tolist() for rank in reported}
-        lost_by_rank = {rank: row[1 : 1 + row[0]] for rank, row in rows.items()}
-        gained_by_rank = {rank: row[1 + row[0] :] for rank, row in rows.items()}
-        raise graph_changed_error(lost_by_rank, gained_by_rank, self._names)
-
-
-class GraphVariety:
-    """Tracks whether the graph has been static so far on this rank.
-
-    Only backward passes in which something was unused are noted.
-    """
-
-    def __init__(self, num_parameters: int) -> None:
-        self._num_parameters = num_parameters
-        self._used: frozenset[int] | None = None
-        self._num_backwards = 0
-        self._has_varied = False
-
-    def note(self, used: Callable[[], Collection[int]]) -> None:
-        if self._has_varied:
-            return
-        now = frozenset(used())
-        if len(now) == self._num_parameters:  # all were used, if those of earlier micro-batches are counted
-            return
-        self._num_backwards += 1
-        self._has_varied = self._used is not None and now != self._used
-        self._used = now
-
-    def is_static(self, num_backwards: int) -> bool:
-        return not self._has_varied and self._num_backwards in (0, num_backwards)
 
 
 def check_promises(statuses: Sequence[BackwardStatus]) -> None:

@@ -38,16 +38,10 @@ from paceline.reducer.backward.state import (
     EndOfBackward,
     Graphs,
 )
+from paceline.reducer.backward.static_graph import GraphVariety, StaticGraph
 from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.backward.unused_parameters import UnusedParameters
-from paceline.reducer.backward_errors import (
-    GraphVariety,
-    Judge,
-    StaticGraph,
-    exit_warning,
-    shorten,
-    uneven_error,
-)
+from paceline.reducer.backward_errors import Judge, exit_warning, shorten, uneven_error
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
@@ -161,15 +155,15 @@ class BackwardSync(Generic[AnyAutograd]):
 
     def _set_config(self, config: BackwardOptions) -> None:
         self._config = config
-        is_static = config.static_graph
-        self._static_graph = StaticGraph(self._names, self.communicator.all_gather) if is_static else None
+        all_gather = self.communicator.all_gather
+        self._static_graph = StaticGraph(self._names, all_gather) if config.static_graph else None
         self._judge = Judge(
             self._tensors.all_names,
             self.world_size,
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
-            static_graph=self._static_graph,
-            all_gather=self.communicator.all_gather,
+            check_graph=None if self._static_graph is None else self._static_graph.check,
+            all_gather=all_gather,
         )
         self._unused = UnusedParameters(
             self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused

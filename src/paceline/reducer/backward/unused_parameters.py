@@ -7,7 +7,8 @@ from typing import Any, final
 
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.state import BackwardState
-from paceline.reducer.backward_errors import GraphVariety, StaticGraph, swapped_error
+from paceline.reducer.backward.static_graph import GraphVariety, StaticGraph
+from paceline.reducer.backward_errors import swapped_error
 from paceline.reducer.backward_reports import digest_of
 from paceline.reducer.protocol import Reducer
 
