@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.launch import cli, tuned
+from paceline.launch import cli, tune_answers
 from paceline.launch.plan import Plan
 from paceline.launch.topology import read_machine, read_processor
-from paceline.launch.tuned import Layout, Place, Tuned
+from paceline.launch.tune_answers import Layout, Place, Tuned
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_auto_takes_the_last_answer_of_tune(
     place = Place(read_processor(), read_machine().num_cores)
     script = str(tmp_path / "script.py")
     answer = Tuned(Layout(3, 5), place, script, ("--lr", "1"), 1_700_000_000.0, 1.25, "the machine was busy")
-    tuned.keep(answer, os.environ)
+    tune_answers.keep(answer, os.environ)
     assert main(["run", "-n", "auto", "script.py", "--batch", "{12/ranks}"]) == 0
     (plan,) = planned
     assert plan.nprocs == 3

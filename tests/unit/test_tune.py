@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.launch import tuned
-from paceline.launch.tuned import Layout, Place, Tuned
+from paceline.launch import tune_answers
+from paceline.launch.tune_answers import Layout, Place, Tuned
 from paceline.trace.batches import shape_of_batch
 from paceline.trace.records import Event, Record
 from paceline.trace.ring_file import RankHeader, RankRecording
-from paceline.tune import answer, compare
+from paceline.tune import answer_text, compare
 from paceline.tune.compare import Standing, judge
 from paceline.tune.layouts import MOST_LAYOUTS, in_order_of_start, layouts_of
 from paceline.tune.rates import Turn, counts_elements, steps_so_far, turn_of
@@ -143,7 +143,7 @@ def standing(layout: Layout, *rates: float, per_step: float = 64, **more: object
 def text_of(standings: list[Standing]) -> str:
     verdict = judge(standings)
     assert verdict is not None
-    return " ".join(answer.sentences(verdict, standings, 4))
+    return " ".join(answer_text.sentences(verdict, standings, 4))
 
 
 def test_a_layout_that_is_faster_in_every_round_is_faster() -> None:
@@ -199,7 +199,7 @@ def test_a_busy_machine_is_reported_because_it_is_unfair_to_threads() -> None:
     standings = [standing(ONE, *[100] * 7), standing(TWO, *[150] * 7)]
     verdict = judge(standings)
     assert verdict is not None
-    busy, idle = (" ".join(answer.sentences(verdict, standings, 4, load)) for load in (3.0, 1.9))
+    busy, idle = (" ".join(answer_text.sentences(verdict, standings, 4, load)) for load in (3.0, 1.9))
     assert "The machine was busy before the measurement (load 3.0 on 4 cores)" in busy
     assert "busy" not in idle
 
@@ -225,14 +225,14 @@ def test_the_table_has_a_row_for_each_layout(capsys: pytest.CaptureFixture[str])
     ]
     verdict = judge(standings)
     assert verdict is not None
-    table = answer.rows(verdict, standings)
+    table = answer_text.rows(verdict, standings)
     assert [row[:4] for row in table] == [
         ["1", "4", "100", "1.00x"],
         ["2", "2", "150", "1.50x"],
         ["4", "1", "", ""],
     ]
     assert len(table[0][-1]) * 3 == len(table[1][-1]) * 2
-    answer.show("title", "samples", table, answer.sentences(verdict, standings, 4))
+    answer_text.show("title", "samples", table, answer_text.sentences(verdict, standings, 4))
     shown = capsys.readouterr().out
     assert "samples/s" in shown and "1.50x" in shown and "4 ranks x 1 thread: failed: ValueError." in shown
 
@@ -248,7 +248,7 @@ def test_the_table_fits_the_terminal(
     standings = [standing(ONE, *[20_000] * 7), standing(TWO, *range(30_000, 37_000, 1_000))]
     verdict = judge(standings)
     assert verdict is not None
-    answer.show("title", "samples", answer.rows(verdict, standings), [])
+    answer_text.show("title", "samples", answer_text.rows(verdict, standings), [])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     shown = "\n".join(lines)
@@ -267,7 +267,7 @@ def test_forty_columns_are_enough_for_the_table(
     standings = [standing(ONE, *[20_000] * 7), standing(TWO, *range(30_000, 37_000, 1_000))]
     verdict = judge(standings)
     assert verdict is not None
-    answer.show("title", "samples", answer.rows(verdict, standings), [])
+    answer_text.show("title", "samples", answer_text.rows(verdict, standings), [])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 40
     assert "1.65x" in "".join(lines) and "33,000" in "".join(lines)
@@ -280,7 +280,7 @@ def test_the_answer_is_drawn_with_a_bar_for_each_layout(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     verdict = judge([standing(ONE, *[100.0] * 7), standing(TWO, *[150.0] * 7)])
     assert verdict is not None
-    answer.draw(verdict, "train.py on 4 cores", "a processor", tmp_path / "answer.png")
+    answer_text.draw(verdict, "train.py on 4 cores", "a processor", tmp_path / "answer.png")
     assert (tmp_path / "answer.png").stat().st_size > 10_000
 
 
@@ -363,11 +363,11 @@ def an_answer(layout: Layout = TWO, place: Place = HERE, gain: float | None = 1.
 
 def test_an_answer_is_found_again(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    path = tuned.keep(an_answer(ONE), environment)
-    tuned.keep(an_answer(TWO), environment)
-    tuned.keep(an_answer(FOUR, Place("another", 8), None), environment)
-    assert tuned.find("/home/me/train.py", HERE, environment, "") == an_answer(TWO)
-    assert tuned.find("/home/me/train.py", Place("another", 8), environment, "").gain is None
+    path = tune_answers.keep(an_answer(ONE), environment)
+    tune_answers.keep(an_answer(TWO), environment)
+    tune_answers.keep(an_answer(FOUR, Place("another", 8), None), environment)
+    assert tune_answers.find("/home/me/train.py", HERE, environment, "") == an_answer(TWO)
+    assert tune_answers.find("/home/me/train.py", Place("another", 8), environment, "").gain is None
     assert path.parent.parent == tmp_path / "cache" / "paceline"
     assert path.parent.parent.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o600
@@ -377,11 +377,11 @@ def test_an_answer_is_found_again(tmp_path: Path) -> None:
 def test_an_answer_of_another_machine_is_refused_with_words(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match="there is none for this script") as none:
-        tuned.find("/home/me/train.py", HERE, environment, "paceline tune train.py")
+        tune_answers.find("/home/me/train.py", HERE, environment, "paceline tune train.py")
     assert "`paceline tune train.py`" in str(none.value)
-    path = tuned.keep(an_answer(), environment)
+    path = tune_answers.keep(an_answer(), environment)
     with pytest.raises(ConfigError, match="was measured on another machine") as other:
-        tuned.find("/home/me/train.py", Place("a processor", 2), environment, "paceline tune train.py")
+        tune_answers.find("/home/me/train.py", Place("a processor", 2), environment, "paceline tune train.py")
     assert "a processor, 2 cores" in str(other.value) and "a processor, 4 cores (2 ranks x 2" in str(
         other.value
     )
@@ -393,15 +393,15 @@ def test_an_answer_of_another_machine_is_refused_with_words(tmp_path: Path) -> N
     ):
         path.write_text(spoilt)
         with pytest.raises(ConfigError, match="there is none for this script"):
-            tuned.find("/home/me/train.py", HERE, environment, "")
+            tune_answers.find("/home/me/train.py", HERE, environment, "")
 
 
 def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuned.cache_folder({"XDG_CACHE_HOME": "here"}) == tmp_path / ".cache" / "paceline"
+    assert tune_answers.cache_folder({"XDG_CACHE_HOME": "here"}) == tmp_path / ".cache" / "paceline"
 
 
 def test_arguments_are_divided_by_the_ranks() -> None:
     command = ["train.py", "--batch", "{256/ranks}", "--name={ranks}x{8/ranks}", "{other}"]
-    assert tuned.fill_in(command, 2) == ["train.py", "--batch", "128", "--name=2x4", "{other}"]
-    assert tuned.fill_in(command, 3) is None
+    assert tune_answers.fill_in(command, 2) == ["train.py", "--batch", "128", "--name=2x4", "{other}"]
+    assert tune_answers.fill_in(command, 3) is None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.errors import ConfigError
-from paceline.launch import tuned
+from paceline.launch import tune_answers
 from paceline.launch.elastic import Elastic, run_elastic
 from paceline.launch.guardian import run_guarded
 from paceline.launch.job_secret import with_secret
@@ -24,7 +24,7 @@ from paceline.launch.placement import threads_per_rank
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
 from paceline.launch.topology import read_machine, read_processor
-from paceline.launch.tuned import Place
+from paceline.launch.tune_answers import Place
 from paceline.rendezvous.secret import users_secret
 from paceline.replacing import VARIABLE, check_value
 
@@ -277,13 +277,13 @@ def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[
         ConfigError: There is no answer for this script on this machine, or its arguments can't be divided.
     """
     place = Place(read_processor(), read_machine().num_cores)
-    script = tuned.name_of_script(command, is_module=parsed.is_module)
+    script = tune_answers.name_of_script(command, is_module=parsed.is_module)
     options = ["--replace-ddp"] if parsed.replace_ddp is not None else []
-    again = tuned.tune_command([*options, *(["-m"] if parsed.is_module else [])], command)
-    answer = tuned.find(script, place, os.environ, again)
+    again = tune_answers.tune_command([*options, *(["-m"] if parsed.is_module else [])], command)
+    answer = tune_answers.find(script, place, os.environ, again)
     parsed.nprocs = str(answer.layout.ranks)
     parsed.threads = parsed.threads or answer.layout.threads
-    filled = tuned.fill_in(command, answer.layout.ranks)
+    filled = tune_answers.fill_in(command, answer.layout.ranks)
     if filled is None:
         raise ConfigError(
             f"An argument of the script can't be divided by {answer.layout.ranks} ranks.",

@@ -6,13 +6,13 @@ other load on the machine affects all layouts alike. The rate of a layout is the
 that its wrapped models are given to train on. Ranks record these batches under `paceline tune`
 (`trace/recording.py`).
 
-    cli.py       the arguments, and the report at the end
-    layouts.py   the layouts to try (pure)
-    rates.py     from the recordings of one turn to samples per second (pure)
-    compare.py   which layout is measured next, when to stop, which is fastest and how certain that is (pure)
-    job.py       one layout as a job that is started, stopped for a while, and ended
-    measure.py   the loop that carries out what compare.py decides
-    answer.py    the sentences, the table, and the picture
+    cli.py          the arguments, and the report at the end
+    layouts.py      the layouts to try (pure)
+    rates.py        from the recordings of one turn to samples per second (pure)
+    compare.py      which layout is measured next, when to stop, which is fastest and how certain (pure)
+    job.py          one layout as a job that is started, stopped for a while, and ended
+    measure.py      the loop that carries out what compare.py decides
+    answer_text.py  the sentences, the table, and the picture
 
 Not public.
 """

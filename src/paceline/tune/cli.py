@@ -18,11 +18,11 @@ from typing import Any
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.launch import cli as run_cli
-from paceline.launch import tuned
+from paceline.launch import tune_answers
 from paceline.launch.plan import MAX_NPROCS
 from paceline.launch.topology import read_machine, read_processor
-from paceline.launch.tuned import Layout, Place, Tuned
-from paceline.tune import answer, layouts
+from paceline.launch.tune_answers import Layout, Place, Tuned
+from paceline.tune import answer_text, layouts
 from paceline.tune.compare import Verdict, judge
 from paceline.tune.measure import Measured, Task, measure
 
@@ -100,8 +100,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     # If only one of several layouts was measured, nothing was compared, so there is no answer.
     is_answer = len(verdict.results) >= min(2, len(found.standings))
-    lines = answer.sentences(verdict, found.standings, num_cores, load)
-    reservation = answer.busy_before(num_cores, load)
+    lines = answer_text.sentences(verdict, found.standings, num_cores, load)
+    reservation = answer_text.busy_before(num_cores, load)
     _answer(verdict, found, parsed, command, num_cores, lines, reservation, is_answer=is_answer)
     return 0 if is_answer else 1
 
@@ -202,7 +202,7 @@ def _answer(
 ) -> None:
     """Show the table, the sentences and the picture, and store the answer if it is certain."""
     _clear_line()
-    script = tuned.name_of_script(command, is_module=parsed.is_module)
+    script = tune_answers.name_of_script(command, is_module=parsed.is_module)
     best = verdict.result(verdict.recommended)
     assert best is not None
     kept = Tuned(
@@ -224,26 +224,26 @@ def _answer(
     if is_answer:
         lines.append("Nothing is stored for `paceline run -n auto`." if verdict.unsure else _keep(kept))
     title = f"{command[0]}: {verdict.unit} per second by layout, measured in {found.took_s:.0f} s"
-    answer.show(title, verdict.unit, answer.rows(verdict, found.standings), lines)
+    answer_text.show(title, verdict.unit, answer_text.rows(verdict, found.standings), lines)
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(_as_json(verdict, found, kept), indent=1) + "\n")
     if parsed.output is not None:
-        cores = tuned.counted(num_cores, "core")
+        cores = tune_answers.counted(num_cores, "core")
         machine = f"{read_processor()}, {cores} usable; {time.strftime('%Y-%m-%d')}"
-        answer.draw(verdict, f"{Path(command[0]).name} on {cores}", machine, parsed.output)
+        answer_text.draw(verdict, f"{Path(command[0]).name} on {cores}", machine, parsed.output)
 
 
 def _keep(answer: Tuned) -> str:
     """Store the answer; returns a line that reports this to the user."""
     try:
-        tuned.keep(answer, os.environ)
+        tune_answers.keep(answer, os.environ)
     except OSError as error:
         return f"The answer could not be stored for `paceline run -n auto`: {error}"
     return "or with:      paceline run -n auto ..., which uses this answer on this machine"
 
 
 def _filled(command: Sequence[str], ranks: int) -> list[str]:
-    return tuned.fill_in(command, ranks) or list(command)
+    return tune_answers.fill_in(command, ranks) or list(command)
 
 
 def _as_json(verdict: Verdict, found: Measured, kept: Tuned) -> dict[str, Any]:

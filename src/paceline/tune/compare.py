@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.launch.tuned import Layout
+from paceline.launch.tune_answers import Layout
 from paceline.tune.rates import LEAST_STEPS, Turn, counts_elements
 
 LEAST_ROUNDS = 5

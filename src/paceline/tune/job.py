@@ -19,7 +19,7 @@ from paceline.launch.process import (
     send,
     wait_readable,
 )
-from paceline.launch.tuned import Layout
+from paceline.launch.tune_answers import Layout
 from paceline.trace.ring_file import (
     BATCHES_VARIABLE,
     CAPACITY_VARIABLE,

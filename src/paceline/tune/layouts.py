@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.launch.placement import threads_per_rank
-from paceline.launch.tuned import Layout
+from paceline.launch.tune_answers import Layout
 
 MOST_LAYOUTS = 7
 

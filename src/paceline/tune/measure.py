@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.launch.topology import read_memory_limit
-from paceline.launch.tuned import Layout, fill_in
+from paceline.launch.tune_answers import Layout, fill_in
 from paceline.tune import compare
 from paceline.tune.compare import Standing
 from paceline.tune.job import Job

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.tuned import Layout, counted
+from paceline.launch.tune_answers import Layout, counted
 from paceline.tune.compare import LEAST_ROUNDS, Interval, Result, Standing, Verdict
 
 HEADINGS = ("ranks", "threads", "{unit}/s", "of one rank", "from - to", "per step", "rounds", "")
