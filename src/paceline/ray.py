@@ -23,7 +23,14 @@ from typing import Any
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, LaunchError
 from paceline.health.preemption import EXIT_STATUS
-from paceline.launch.report import RankEnd, evidence, exception_line, first_failure, is_consequence, others
+from paceline.launch.failure_report import (
+    RankEnd,
+    evidence,
+    exception_line,
+    first_failure,
+    is_consequence,
+    others,
+)
 from paceline.rendezvous.secret import NO_SECRET, JobSecret, adopt_secret, new_secret, users_secret
 
 __all__ = ["run"]

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from paceline.arguments import Arguments
 from paceline.errors import LaunchError, format_ranks
-from paceline.launch import report
+from paceline.launch import failure_report
 from paceline.launch.cells import with_cell_names
 from paceline.launch.plan import Plan
 from paceline.launch.process import wait_readable
@@ -127,15 +127,15 @@ class SpawnContext:
     def _raise_for_failure(self) -> None:
         lines = self._received.splitlines()
         result = json.loads(lines[-1]) if len(lines) > 1 else {}
-        ends = [report.from_json(end) for end in result.get("ends", ())]
+        ends = [failure_report.from_json(end) for end in result.get("ends", ())]
         if result.get("is_failure"):
             ends = [replace(end, output=with_cell_names(end.output)) for end in ends]
-            raise report.launch_error(ends, self._plan.name)
+            raise failure_report.launch_error(ends, self._plan.name)
         if result.get("exit_status") == 0:
             return
         status = result.get("exit_status", self._guardian.returncode)
         options, summary = self._plan.options, "The job was stopped before it ended."
-        if status == report.TIMED_OUT:
+        if status == failure_report.TIMED_OUT:
             stopped = format_ranks(end.rank for end in ends if end.stopped_by).capitalize()
             summary = f"{stopped} of {self._plan.nprocs} did not end after all others, and hung."
             if options.timeout_s is not None and not any(end.status == 0 for end in ends):

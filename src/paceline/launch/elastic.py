@@ -25,7 +25,7 @@ from typing import NoReturn
 from paceline.arguments import Arguments
 from paceline.env import split_address
 from paceline.errors import ConfigError
-from paceline.launch import report
+from paceline.launch import failure_report
 from paceline.launch.dashboard_process import DashboardProcess, check_dashboard
 from paceline.launch.output import say
 from paceline.launch.ports import check_port_is_free, free_ports
@@ -230,7 +230,7 @@ def _pass_on(agent: int, signum: int) -> None:
     if not ranks:
         say(f"paceline: {signal.Signals(signum).name} came while no rank runs, and reaches none")
     elif deaf:
-        say(report.not_passed_on(signum, f"pid {', '.join(map(str, deaf))}"))
+        say(failure_report.not_passed_on(signum, f"pid {', '.join(map(str, deaf))}"))
 
 
 def _run_watched(

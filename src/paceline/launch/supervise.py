@@ -21,7 +21,7 @@ from typing import Any
 from paceline import stacks
 from paceline.errors import format_ranks
 from paceline.health.preemption import EXIT_STATUS as PREEMPTED
-from paceline.launch import report
+from paceline.launch import failure_report
 from paceline.launch.dashboard_process import DashboardProcess
 from paceline.launch.forked import StoppedError, fork_ranks
 from paceline.launch.last_ranks import LastRanks
@@ -55,7 +55,7 @@ class _Rank:
     wiring: Wiring
     started_at: float
     stopped_by: int = 0  # the last signal that we sent it
-    end: report.RankEnd | None = None
+    end: failure_report.RankEnd | None = None
     is_traceback_held: bool = False  # the traceback that ended it is left to the report
 
 
@@ -194,7 +194,9 @@ class Supervisor:
         ranks = {rank.process.pid: rank.rank for rank in self._running()}
         deaf = [ranks[pid] for pid in pass_on(ranks, signum)]
         if deaf:
-            self._screen.say(report.not_passed_on(signum, f"{format_ranks(deaf)} of {self._plan.nprocs}"))
+            self._screen.say(
+                failure_report.not_passed_on(signum, f"{format_ranks(deaf)} of {self._plan.nprocs}")
+            )
 
     def _on_request_to_stop(self, signum: int) -> None:
         if signum == signal.SIGTERM and self._stop is not None and self._stop.exit_status == 128 + signum:
@@ -226,7 +228,7 @@ class Supervisor:
                 output = output or channel.tail.decode(errors="replace")
                 if status == 1 and channel.traceback_at is not None:
                     ended_at = channel.traceback_at  # the time after it is the interpreter's shutdown
-        end = rank.end = report.RankEnd(
+        end = rank.end = failure_report.RankEnd(
             rank=rank.rank,
             pid=rank.process.pid,
             status=status,
@@ -235,7 +237,7 @@ class Supervisor:
             output=output,
         )
         for channel in rank.wiring.channels:
-            if report.traceback_of(end) and channel.take_held():
+            if failure_report.traceback_of(end) and channel.take_held():
                 rank.is_traceback_held = True
             else:
                 channel.show_held()
@@ -328,7 +330,7 @@ class Supervisor:
             )
         self._show_stacks()
         if has_hung:
-            self._begin_stop(report.TIMED_OUT, signal.SIGTERM)
+            self._begin_stop(failure_report.TIMED_OUT, signal.SIGTERM)
 
     @staticmethod
     def _steps_after(signum: int) -> tuple[int, ...]:
@@ -373,7 +375,7 @@ class Supervisor:
                 f"paceline: the job did not end within {self._plan.options.timeout_s:g} s; stopping {ranks}"
             )
             self._show_stacks()
-            self._begin_stop(report.TIMED_OUT, signal.SIGTERM)
+            self._begin_stop(failure_report.TIMED_OUT, signal.SIGTERM)
             return
         if not self._stop.steps:
             self._screen.say(
@@ -426,12 +428,16 @@ class Supervisor:
         self._recording.end(exit_status)
         if self._plan.report_fd is not None:
             self._report(
-                ends=[report.to_json(end) for end in ends], exit_status=exit_status, is_failure=is_failure
+                ends=[failure_report.to_json(end) for end in ends],
+                exit_status=exit_status,
+                is_failure=is_failure,
             )
         elif is_failure:
             raw = [r.rank for r in self._ranks if any(channel.is_raw for channel in r.wiring.channels)]
             held = [rank.rank for rank in self._ranks if rank.is_traceback_held]
-            self._screen.say(report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir))
+            self._screen.say(
+                failure_report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir)
+            )
         elif exit_status == PREEMPTED:
             self._screen.say(
                 f"paceline: the job was preempted: all {self._plan.nprocs} ranks ended with exit status "
@@ -461,14 +467,14 @@ class Supervisor:
             for fd in blocked.values():
                 waits.unregister(fd)
 
-    def _exit_status(self, ends: Sequence[report.RankEnd]) -> tuple[int, bool]:
+    def _exit_status(self, ends: Sequence[failure_report.RankEnd]) -> tuple[int, bool]:
         if self._stop is None:
             return 0, False
         if len(ends) == self._plan.nprocs and all(end.status == PREEMPTED for end in ends):
             return PREEMPTED, False
         if self._stop.exit_status is not None:
             return self._stop.exit_status, False
-        first = report.first_failure(ends)
+        first = failure_report.first_failure(ends)
         assert first is not None
         return first.exit_status, True
 

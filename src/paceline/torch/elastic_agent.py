@@ -12,8 +12,8 @@ import sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from paceline.launch.failure_report import RankEnd, describe_end
 from paceline.launch.output import say
-from paceline.launch.report import RankEnd, describe_end
 
 
 def main() -> None:

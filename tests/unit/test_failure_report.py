@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from paceline.launch.report import (
+from paceline.launch.failure_report import (
     RankEnd,
     describe_end,
     exception_line,
