@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, LaunchError
-from paceline.health.preemption import EXIT_STATUS
+from paceline.health.stop_signals import EXIT_STATUS
 from paceline.launch.failure_report import (
     RankEnd,
     evidence,

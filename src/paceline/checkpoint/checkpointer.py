@@ -26,7 +26,7 @@ from paceline.arguments import Arguments
 from paceline.checkpoint.folder import Listing, list_checkpoints, name_of, why_damaged
 from paceline.checkpoint.writer_process import WriterProcess
 from paceline.errors import ConfigError, warn
-from paceline.health.preemption import EXIT_STATUS, stop_signals
+from paceline.health.stop_signals import EXIT_STATUS, stop_signals
 from paceline.rendezvous.messages import read_of_ranks
 
 _log = logging.getLogger("paceline")

@@ -20,7 +20,7 @@ from paceline.ddp.traced import recorded
 from paceline.ddp.virtual_steps import Step, VirtualRanks, check_model, checked_steps, note_idle_cores
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
-from paceline.health.preemption import stop_signals
+from paceline.health.stop_signals import stop_signals
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
 from paceline.reducer.backward.micro_batches import as_weight

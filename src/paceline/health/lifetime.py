@@ -18,7 +18,7 @@ from types import TracebackType
 
 from paceline import _core
 from paceline.errors import leave_out_inner_frames
-from paceline.health.preemption import EXIT_STATUS
+from paceline.health.stop_signals import EXIT_STATUS
 from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()

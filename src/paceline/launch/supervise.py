@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline import stacks
 from paceline.errors import format_ranks
-from paceline.health.preemption import EXIT_STATUS as PREEMPTED
+from paceline.health.stop_signals import EXIT_STATUS as PREEMPTED
 from paceline.launch import failure_report
 from paceline.launch.dashboard_process import DashboardProcess
 from paceline.launch.forked import StoppedError, fork_ranks

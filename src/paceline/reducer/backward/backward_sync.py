@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, final
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
 from paceline.health.peer_errors import activity_of
-from paceline.health.preemption import stop_signals
+from paceline.health.stop_signals import stop_signals
 from paceline.reducer.backward import conclusion as stages
 from paceline.reducer.backward.conclusion import Conclusion
 from paceline.reducer.backward.drift import DriftWatch
