@@ -89,7 +89,7 @@ def test_a_torch_script_and_a_library_wrap_in_pacelines_class(launcher):
         # "torch" spawns, and imports torch in the parent: a later fork inherits that import.
         ("", ["script.py"], ["torch", "fork", "forkserver", "subprocess"], "torch.utils.data.distributed"),
         # With -m, a spawned process finds the script in another way.
-        ("=sampler", ["-m", "script"], ["spawn"], "paceline.data.sampler"),
+        ("=sampler", ["-m", "script"], ["spawn"], "paceline.data.distributed_sampler"),
     ],
 )
 def test_processes_that_a_script_starts_get_pacelines_class(launcher, option, command, ways, sampler):

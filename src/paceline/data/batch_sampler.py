@@ -6,10 +6,10 @@ from collections.abc import Sized
 
 from paceline.arguments import Arguments
 from paceline.data.deal import BatchDeal, Deal, Ending, InTurnDeal, Share
-from paceline.data.epoch_sampler import EpochSampler
+from paceline.data.distributed_sampler import choose_ending
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
-from paceline.data.sampler import choose_ending
+from paceline.data.resumable_epochs import EpochSampler
 from paceline.data.sampler_arguments import identify, length_of, seed_of
 from paceline.errors import ConfigError
 from paceline.reducer.sum_order import played_by

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from paceline.arguments import Arguments
 from paceline.data.batch_sampler import choose_global_batch
 from paceline.data.deal import Deal, Ending, Share
-from paceline.data.epoch_sampler import EpochSampler
+from paceline.data.distributed_sampler import choose_ending
 from paceline.data.order import Indices, InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
-from paceline.data.sampler import choose_ending
+from paceline.data.resumable_epochs import EpochSampler
 from paceline.data.sampler_arguments import seed_of
 from paceline.data.subset import checked_indices
 

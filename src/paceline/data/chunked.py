@@ -11,8 +11,8 @@ from collections.abc import Sized
 import numpy as np
 
 from paceline.arguments import Arguments
+from paceline.data.distributed_sampler import DistributedSampler
 from paceline.data.order import Indices, Order, Shuffled, derive_key, places_from
-from paceline.data.sampler import DistributedSampler
 
 
 class ChunkedShuffle(DistributedSampler):

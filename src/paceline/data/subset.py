@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.arguments import Arguments
+from paceline.data.distributed_sampler import DistributedSampler
 from paceline.data.order import Indices, Order
-from paceline.data.sampler import DistributedSampler
 from paceline.data.sampler_arguments import row_of
 
 

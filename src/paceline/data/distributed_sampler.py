@@ -10,9 +10,9 @@ from collections.abc import Sized
 
 from paceline.arguments import Arguments
 from paceline.data.deal import Deal, Ending, SampleDeal, Share
-from paceline.data.epoch_sampler import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
+from paceline.data.resumable_epochs import EpochSampler
 from paceline.data.sampler_arguments import identify, length_of, seed_of
 from paceline.errors import ConfigError
 
