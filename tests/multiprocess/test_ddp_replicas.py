@@ -1,4 +1,4 @@
-"""Replicas that differ by more than gradients explain: the check names the rank and the differing values."""
+"""Replicas that differ although their gradients are equal: the check names the rank and the values."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_wait_and_is_reported_to_the_others(rank):
         with pytest.raises(PeerLostError, match="interrupted"):
             group.barrier()
         return
-    if rank == 2:  # it never joins the barrier that rank 1 waits in; it receives from rank 0
+    if rank == 2:  # it never joins the barrier, but its recv() ends, too
         until_calling(group, 1, BARRIER)
         interrupt(group, 1, signal.SIGINT)
         with pytest.raises(PeerLostError) as caught:

@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_reserve_is_named_by_all(group):
 
 @ranks(2)
 def test_a_file_with_the_number_of_a_closed_descriptor_is_not_touched(group, tmp_path):
-    """The core neither extends, punches nor closes it, in this process or in a forked child."""
+    """The core neither reserves nor frees space in that file, nor closes it, also not in a forked child."""
     arrays = [group.allocate(100_000) for _ in range(3)]
     with open(tmp_path / f"users-{group.rank}", "w+b") as file:
         file.write(b"x" * 10_000)
