@@ -3,11 +3,11 @@
 make fuzz WHAT=virtual_ranks SEEDS=0:200
 
 A program has a network, virtual ranks, and some of: norms, dropout, random numbers of numpy, a layer that
-only some micro-batches use, layers that are frozen and trained again, weights, clipping. It is trained on one
-process, on a random number of processes, and once more with stops, after each of which another number of
-processes continues. All must end with the same bits of parameters, buffers and the optimizer's state, and
-close to those of the framework alone, which makes one micro-batch after the other and adds the gradients in
-float64.
+only some micro-batches use, layers that are frozen and trained again, parameters of 16 bits, weights,
+clipping. It is trained on one process, on a random number of processes, and once more with stops, after each
+of which another number of processes continues. All must end with the same bits of parameters, buffers and the
+optimizer's state, and close to those of the framework alone, which makes one micro-batch after the other and
+adds the gradients in a tree written out in numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.data import DistributedBatchSampler
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import RanksFailed, run_ranks
-from tests.multiprocess.virtual_training import adapter, digest_of, global_batches, number_of, seed
+from tests.multiprocess.virtual_training import adapter, digest_of, global_batches, number_of, seed, tree
 
 FRAMEWORKS = ("torch", "paddle")
 WIDTH, MICRO_BATCH, LENGTH = 6, 3, 60
@@ -50,7 +50,7 @@ def generate(seed: int, framework: str = "torch") -> Program:
     weights = None
     if draw.random() < 0.4:
         weights = [_weights(draw, virtual_ranks) for _ in range(steps)]
-    return {
+    program = {
         "seed": seed,
         "virtual_ranks": virtual_ranks,
         "processes": draw.choice(PROCESSES[virtual_ranks][1:]),
@@ -68,6 +68,12 @@ def generate(seed: int, framework: str = "torch") -> Program:
         "steps": steps,
         "threads": draw.choice([1, 1, 2]),
     }
+    if draw.random() < 0.35:
+        kinds = ["linear", "bfloat16", "float16" if framework == "torch" else "bfloat16"]
+        layers[:] = [draw.choice(kinds) if kind == "linear" else kind for kind in layers]
+        if framework == "paddle":  # which has no others for bfloat16 on a CPU
+            program |= {"optimizer": "sgd", "clips": False}
+    return program
 
 
 def _weights(draw: random.Random, count: int) -> list[float]:
@@ -143,7 +149,7 @@ def run(group: Group, framework: str, program: Program, begin: int, end: int, fo
                 break
     if state := ddp.training_state():
         do.save(state, folder / f"{end}")
-    values = {name: np.array(each.numpy()) for name, each in model.state_dict().items()}
+    values = {name: do.array(each) for name, each in model.state_dict().items()}
     return digest_of(do, model, optimizer), values if group.rank == 0 else None
 
 
@@ -159,8 +165,8 @@ def by_hand(_: Group, framework: str, program: Program) -> dict[str, np.ndarray]
             training.toggle(step)
             before = [np.array(buffer.numpy()) for buffer in buffers]
             weights = [1.0] * count if program["weights"] is None else program["weights"][step]
-            sums: list[Any] = [None] * len(parameters)
-            after = []
+            leaves: list[list[Any]] = [[] for _ in parameters]
+            is_used, after = [False] * len(parameters), []
             for rank, weight in enumerate(weights):
                 for buffer, value in zip(buffers, before):
                     do.write(buffer, value)
@@ -168,14 +174,14 @@ def by_hand(_: Group, framework: str, program: Program) -> dict[str, np.ndarray]
                 batch = do.tensor(np.stack([data[index] for index in samples[rank::count]]))
                 training.loss(model, batch).backward()
                 for index, parameter in enumerate(parameters):
-                    if parameter.grad is not None:
-                        gradient = np.array(parameter.grad.numpy(), np.float64) * weight
-                        sums[index] = gradient if sums[index] is None else sums[index] + gradient
+                    is_here = parameter.grad is not None
+                    is_used[index] |= is_here
+                    leaves[index].append(do.array(parameter.grad) * np.float32(weight) if is_here else 0.0)
                 after.append([np.array(buffer.numpy()) for buffer in buffers])
                 do.drop_gradients(optimizer)
-            for parameter, total in zip(parameters, sums):
-                if total is not None:
-                    parameter.grad = do.tensor((total / sum(weights)).astype(np.float32))
+            for index in np.flatnonzero(is_used):
+                mean = tree(leaves[index]) / np.float32(sum(weights))
+                parameters[index].grad = do.tensor(mean, parameters[index].dtype)
             for buffer, values in zip(buffers, zip(*after)):
                 is_averaged = program["buffers"] == "average" and values[0].dtype.kind == "f"
                 mean = np.mean(np.array(values, np.float64), 0).astype(values[0].dtype)
@@ -183,7 +189,7 @@ def by_hand(_: Group, framework: str, program: Program) -> dict[str, np.ndarray]
             with do.names()():
                 optimizer.step()
             do.drop_gradients(optimizer)
-    return {name: np.array(each.numpy()) for name, each in model.state_dict().items()}
+    return {name: do.array(each) for name, each in model.state_dict().items()}
 
 
 class _Samples:

@@ -14,7 +14,7 @@ import pytest
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, SkippedPassError
 from tests.harness import kept_ranks, needs_paddle, ranks, run_ranks
-from tests.multiprocess.virtual_training import Run, adapter, by_hand
+from tests.multiprocess.virtual_training import Run, adapter, by_hand, tree
 from tests.several_hosts import be_on_host
 
 STEPS = 7  # two epochs, and one step of the third
@@ -33,26 +33,35 @@ def bits_by_hand(framework: str, kind: str) -> str:
 
 
 @frameworks
-@pytest.mark.parametrize("kind", ["cnn", "averaged", "gpt", "views"])
+@pytest.mark.parametrize("kind", ["cnn", "averaged", "gpt", "views", "half", "half views"])
 def test_any_number_of_processes_has_the_bits_of_a_handwritten_loop_on_one(framework: str, kind: str) -> None:
     arguments = {"framework": framework, "kind": kind}
-    expected = bits_by_hand(framework, "gpt" if kind == "views" else kind)
+    expected = bits_by_hand(framework, {"views": "gpt", "half views": "half"}.get(kind, kind))
     for world_size in (1, 2, 3, 4):
         found = run_ranks(train, world_size, arguments, framework=framework, kept=True)
         assert found == [expected] * world_size, world_size
 
 
-def train_over_hosts(rank: int, framework: str, hosts: tuple[int, ...]) -> str:
+def train_over_hosts(rank: int, kind: str, hosts: tuple[int, ...]) -> str:
     be_on_host(hosts[rank])
-    run = Run(framework, "averaged", rank, len(hosts), None)
+    run = Run("torch", kind, rank, len(hosts), None)
     assert run.ddp.gradient_path == "hosts" and run.ddp.bits == "world"
     return run.train(STEPS)
 
 
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 0)])
-def test_several_hosts_have_those_bits_too(hosts: tuple[int, ...]) -> None:
-    found = run_ranks(train_over_hosts, len(hosts), {"framework": "torch", "hosts": hosts}, group="gloo")
-    assert found == [bits_by_hand("torch", "averaged")] * len(hosts)
+@pytest.mark.parametrize(
+    "kind, hosts",
+    [
+        ("averaged", (0, 0, 1, 1)),
+        ("averaged", (0, 1, 2)),
+        ("averaged", (0, 1, 0)),
+        ("half", (0, 0, 0, 1)),
+        ("half", (0, 1, 0)),
+    ],
+)
+def test_several_hosts_have_those_bits_too(kind: str, hosts: tuple[int, ...]) -> None:
+    found = run_ranks(train_over_hosts, len(hosts), {"kind": kind, "hosts": hosts}, group="gloo")
+    assert found == [bits_by_hand("torch", kind)] * len(hosts)
 
 
 def do_by_hand(_: Group, framework: str, kind: str, steps: int = STEPS) -> str:
@@ -96,32 +105,36 @@ def test_stopping_and_resuming_on_other_numbers_of_processes_keeps_the_bits(fram
     assert ended == set(undisturbed)
 
 
-def weighted(group: Group, weights: list[float]) -> list[float]:
+def weighted(group: Group, weights: list[float], dtype: str) -> list[float]:
     """Return weighted gradients of a sum, in which micro-batch v is 0.1 + v."""
     import torch
 
     from paceline.torch import DistributedDataParallel
 
-    model = torch.nn.Linear(1, 1)
+    model = torch.nn.Linear(1, 1, dtype=getattr(torch, dtype))
     ddp = DistributedDataParallel(
         model, process_group=group, virtual_ranks=len(weights), find_unused_parameters=True
     )
     own = ddp._virtual.played
-    for step in ddp.steps([torch.full((1, 1), 0.1 + rank) for rank in own]):
+    for step in ddp.steps([torch.full((1, 1), 0.1 + rank, dtype=model.weight.dtype) for rank in own]):
         for batch, rank in zip(step, own):
             with ddp.weight(weights[rank]):
                 (ddp(batch).sum() if rank % 3 else ddp.module.bias.sum() * 2.5).backward()
     return [float(parameter.grad) for parameter in model.parameters()]
 
 
-def test_weights_and_parameters_that_some_micro_batches_do_not_use() -> None:
-    weights = [3.0, 1.25, 0.0, 7.1, 2.0, 5.0]
-    found = [run_ranks(weighted, world_size, {"weights": weights}, kept=True) for world_size in (1, 2, 3, 4)]
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("weights", [[3.0, 1.25, 0.0, 7.1, 2.0, 5.0], [0.3, 4.0, 1.1]])
+def test_weights_and_parameters_that_some_micro_batches_do_not_use(weights: list[float], dtype: str) -> None:
+    arguments = {"weights": weights, "dtype": dtype}
+    sizes = range(1, min(4, len(weights)) + 1)
+    found = [run_ranks(weighted, world_size, arguments, kept=True) for world_size in sizes]
     assert len({tuple(each) for run in found for each in run}) == 1
-    weight, bias = found[0][0]
-    total = sum(weights)
-    assert weight == pytest.approx(sum(w * (0.1 + v) for v, w in enumerate(weights) if v % 3) / total)
-    assert bias == pytest.approx(sum(w * (1.0 if v % 3 else 2.5) for v, w in enumerate(weights)) / total)
+    batches, numbers = np.arange(len(weights)) + 0.1, np.arange(len(weights))
+    gradients = np.where(numbers % 3, batches, 0), np.where(numbers % 3, 1.0, 2.5)
+    for mean, each in zip(found[0][0], gradients):
+        leaves = each.astype(dtype).astype(np.float32) * np.array(weights, np.float32)
+        assert mean == (tree(leaves) / np.float32(sum(weights))).astype(dtype)
 
 
 def check_equal(group: Group, digest: str) -> None:
@@ -196,8 +209,6 @@ def test_what_depends_on_the_number_of_processes_is_refused(group: Group) -> Non
 
     with pytest.raises(ConfigError, match="SyncBatchNorm"):
         wrap(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)))
-    with pytest.raises(ConfigError, match="16-bit"):
-        wrap(nn.Linear(2, 2).bfloat16())
     with pytest.raises(ConfigError, match="sparse"):
         wrap(nn.Embedding(4, 2, sparse=True))
     for name, value in (

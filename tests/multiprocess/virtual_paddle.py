@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,6 @@ from paceline.paddle.internals import use_threads
 __all__ = ["DataLoader"]
 _EPS = 1e-3  # so that what is zero but for rounding stays near zero
 seed = paddle.seed
-tensor = paddle.to_tensor
 
 
 def cnn() -> nn.Layer:
@@ -57,6 +57,22 @@ def loss_of_gpt(model: Callable[..., Any], tokens: paddle.Tensor) -> paddle.Tens
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Narrow(nn.Linear):
+    """A linear layer of bfloat16, cast because Paddle multiplies no such matrices on a CPU."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.to(dtype="bfloat16")
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return F.linear(x, self.weight.cast("float32"), self.bias.cast("float32"))
+
+
+def half() -> nn.Layer:
+    """A layer of 16 bits, and one of 32. Paddle has no optimizer for float16 on a CPU."""
+    return nn.Sequential(nn.Flatten(), Narrow(192, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
 class Mlp(nn.Layer):
     """Layers by name, and one that only some batches use."""
 
@@ -64,6 +80,7 @@ class Mlp(nn.Layer):
         super().__init__()
         make = {
             "linear": lambda: nn.Linear(width, width),
+            "bfloat16": lambda: Narrow(width, width),
             "norm": lambda: nn.BatchNorm1D(width),
             "dropout": lambda: nn.Dropout(0.3),
             "tanh": nn.Tanh,
@@ -79,7 +96,7 @@ class Mlp(nn.Layer):
 
 
 mlp = Mlp
-MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt)}
+MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt), "half": (half, loss_of_cnn)}
 
 
 def names() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -92,6 +109,7 @@ def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:
 
 
 def optimizer(model: nn.Layer, kind: str = "adamw", *, clips: bool = False) -> Any:
+    warnings.filterwarnings("ignore", "Accumulating with FP16/BF16")  # which is what is tested
     options = {"parameters": model.parameters(), "grad_clip": nn.ClipGradByGlobalNorm(0.3) if clips else None}
     if kind == "adamw":
         return paddle.optimizer.AdamW(0.01, epsilon=_EPS, **options)
@@ -127,6 +145,19 @@ def buffers(model: nn.Layer) -> list[paddle.Tensor]:
     """With the statistics of batch normalisation, which are parameters here."""
     ours = trained(model)
     return [each for each in model.state_dict().values() if all(each is not one for one in ours)]
+
+
+def tensor(values: np.ndarray, dtype: paddle.dtype | None = None) -> paddle.Tensor:
+    return paddle.to_tensor(values).cast(dtype or str(values.dtype))
+
+
+def array(tensor: paddle.Tensor) -> np.ndarray:
+    """Its values, those of 16 bits in float32."""
+    return np.array((tensor.cast("float32") if tensor.element_size() == 2 else tensor).numpy())
+
+
+def bits(tensor: paddle.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
 
 
 def write(buffer: paddle.Tensor, value: np.ndarray) -> None:

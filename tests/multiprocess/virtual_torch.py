@@ -18,7 +18,6 @@ from paceline.torch import DistributedDataParallel
 __all__ = ["DataLoader"]
 _EPS = 1e-3  # so that what is zero but for rounding stays near zero
 seed = torch.manual_seed
-tensor = torch.from_numpy
 
 
 def cnn() -> nn.Module:
@@ -54,6 +53,19 @@ def loss_of_gpt(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Narrow(nn.Linear):
+    """A linear layer with parameters of 16 bits, between activations of float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).float()
+
+
+def half() -> nn.Module:
+    """Layers of 16 bits, of either kind, and one of 32."""
+    first, second = Narrow(192, 16, dtype=torch.bfloat16), Narrow(16, 16, dtype=torch.float16)
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), second, nn.Tanh(), nn.Linear(16, 5))
+
+
 class Mlp(nn.Module):
     """Layers by name, and one that only some batches use."""
 
@@ -61,6 +73,8 @@ class Mlp(nn.Module):
         super().__init__()
         make = {
             "linear": lambda: nn.Linear(width, width),
+            "bfloat16": lambda: Narrow(width, width, dtype=torch.bfloat16),
+            "float16": lambda: Narrow(width, width, dtype=torch.float16),
             "norm": lambda: nn.BatchNorm1d(width),
             "dropout": lambda: nn.Dropout(0.3),
             "tanh": nn.Tanh,
@@ -76,7 +90,7 @@ class Mlp(nn.Module):
 
 
 mlp = Mlp
-MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt)}
+MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt), "half": (half, loss_of_cnn)}
 
 
 def names() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -129,6 +143,19 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 def buffers(model: nn.Module) -> list[torch.Tensor]:
     return list(model.buffers())
+
+
+def tensor(values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.from_numpy(values).to(dtype=dtype)
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """Its values, those of 16 bits in float32."""
+    return np.array((tensor.float() if tensor.itemsize == 2 else tensor).numpy())
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def write(buffer: torch.Tensor, value: np.ndarray) -> None:

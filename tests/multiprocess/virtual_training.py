@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +18,13 @@ import numpy as np
 from paceline.data import DistributedBatchSampler
 
 LENGTH, GLOBAL_BATCH = 40, 16  # three steps an epoch, the last one padded
-KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # a model, and options of the wrapper
     "cnn": ("cnn", {}),
     "averaged": ("cnn", {"buffers": {"*": "average"}}),
     "gpt": ("gpt", {}),
     "views": ("gpt", {"gradient_as_bucket_view": True}),
+    "half": ("half", {}),
+    "half views": ("half", {"gradient_as_bucket_view": True}),
 }
 
 
@@ -43,7 +45,8 @@ class Texts(Images):
         return np.random.default_rng(index).integers(0, 32, 12)
 
 
-SAMPLES = {"cnn": Images, "gpt": Texts}
+SAMPLES = {"cnn": Images, "gpt": Texts, "half": Images}
+OPTIMIZERS = {"half": "sgd"}  # Paddle's only one for bfloat16 on a CPU; else "adamw"
 
 
 class Run:
@@ -61,7 +64,7 @@ class Run:
             model = make()
             seed(do, 100 + rank)  # what comes must not depend on it
             self.ddp = do.wrap(model, group, virtual_ranks=virtual_ranks, **options)
-            self.optimizer = do.optimizer(model)
+            self.optimizer = do.optimizer(model, OPTIMIZERS.get(name, "adamw"))
         self.sampler = DistributedBatchSampler(
             range(LENGTH),
             num_replicas=world_size,
@@ -103,7 +106,7 @@ def by_hand(framework: str, kind: str, steps: int) -> str:
     names = do.names()
     with names():
         model, data = make(), SAMPLES[name]()
-        optimizer = do.optimizer(model)
+        optimizer = do.optimizer(model, OPTIMIZERS.get(name, "adamw"))
     trained, buffers = do.trained(model), do.buffers(model)
     with do.one_thread():
         for number, samples_of in zip(range(steps), global_batches()):
@@ -115,14 +118,14 @@ def by_hand(framework: str, kind: str, steps: int) -> str:
                 batch = do.tensor(np.stack([data[index] for index in samples_of[rank::8]]))
                 seed(do, number_of(3, number, "micro-batch", rank))
                 loss_of(model, batch).backward()
-                gradients.append([np.array(parameter.grad.numpy()) for parameter in trained])
+                gradients.append([do.array(parameter.grad) for parameter in trained])
                 after.append([np.array(buffer.numpy()) for buffer in buffers])
                 do.drop_gradients(optimizer)
             for parameter, each in zip(trained, zip(*gradients)):
-                parameter.grad = do.tensor(tree(*each) / np.float32(8))
+                parameter.grad = do.tensor(tree(each) / np.float32(8), parameter.dtype)
             for buffer, values in zip(buffers, zip(*after)):
                 is_averaged = "buffers" in options and values[0].dtype.kind == "f"
-                do.write(buffer, tree(*values) / np.float32(8) if is_averaged else values[0])
+                do.write(buffer, tree(values) / np.float32(8) if is_averaged else values[0])
             with names():
                 optimizer.step()
             do.drop_gradients(optimizer)
@@ -139,12 +142,16 @@ def digest_of(do: ModuleType, model: Any, optimizer: Any) -> str:
     digest = hashlib.sha256()
     for values in (model.state_dict(), do.state_of(optimizer)):
         for name, tensor in sorted(values.items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())
+            digest.update(name.encode() + do.bits(tensor))
     return digest.hexdigest()
 
 
-def tree(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
-    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+def tree(leaves: Sequence[Any]) -> Any:
+    """The sum of neighbours, then of neighbouring sums, and so on; an odd one is carried up."""
+    while len(leaves) > 1:
+        pairs = [one + other for one, other in zip(leaves[::2], leaves[1::2])]
+        leaves = [*pairs, *leaves[2 * len(pairs) :]]
+    return leaves[0]
 
 
 def global_batches(

@@ -321,16 +321,11 @@ def check_model(owner: str, model: Any, tensors: Tensors, ops: FrameworkOps[Any]
             hint='BatchNorm, with buffers={"*running*": "average"} for its statistics; or no virtual_ranks',
             argument="virtual_ranks",
         )
-    narrow = [name for name, each in zip(tensors.names, tensors.trainable) if each.element_size() < 4]
     sparse = [name for name in tensors.all_names if name not in tensors.names]
-    for names, kind, hint in (
-        (narrow, "16-bit parameters", "float32 parameters and autocast"),
-        (sparse or list(getattr(tensors, "sparse", ())), "sparse gradients", "sparse=False"),
-    ):
-        if names:
-            raise ConfigError(
-                f"{owner}: virtual_ranks does not know {kind}.",
-                seen=shorten([str(name) for name in names]),
-                hint=hint,
-                argument="virtual_ranks",
-            )
+    if names := sparse or list(getattr(tensors, "sparse", ())):
+        raise ConfigError(
+            f"{owner}: virtual_ranks does not know sparse gradients.",
+            seen=shorten([str(name) for name in names]),
+            hint="sparse=False",
+            argument="virtual_ranks",
+        )

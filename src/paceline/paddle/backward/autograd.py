@@ -302,6 +302,7 @@ def make_sync(
         communicator.rank,
         live_in_buffer=config.gradients_in_buffer,
         reduce_dtype=config.precision.reduce_dtype,
+        widens=config.virtual_ranks is not None,
     )
     if config.scatters:
         refuse_sparse(OPS.names, list(tensors.sparse))

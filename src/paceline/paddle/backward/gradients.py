@@ -45,6 +45,7 @@ class Gradients:
         *,
         live_in_buffer: bool,
         reduce_dtype: paddle.dtype | None = None,
+        widens: bool = False,
     ) -> None:
         # Sparse gradients are not handed over, but averaged at the end of a backward.
         self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
@@ -55,7 +56,7 @@ class Gradients:
         self._parameters = tensors.trainable
         self._state = state
         self._live_in_buffer = live_in_buffer
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype, self._widens = reduce_dtype, widens
         self._shared: set[int] = set()
         self._straightened: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
@@ -75,7 +76,7 @@ class Gradients:
         self.scattered = scatter(self._names, OPS, self._parameters, reduction, self._rank, self.scattered)
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
-        return self._tensors.specs(self._reduce_dtype)
+        return self._tensors.specs(self._reduce_dtype, widens=self._widens)
 
     def share(self, indices: set[int]) -> None:
         """Move the gradients of these parameters, which other wrapped models have too, out of the gradient
@@ -388,8 +389,13 @@ class Gradients:
             else place.cast(self._dtypes[index])
         )
 
-    def put(self, index: int, gradient: paddle.Tensor) -> None:
-        internals.set_gradient(self._parameters[index], gradient)
+    def hand_over_sum(self, index: int, total: paddle.Tensor) -> None:
+        if internals.same_dtype(total.dtype, self._dtypes[index]):
+            internals.set_gradient(self._parameters[index], total)
+            self.hand_over_rest(index)
+        else:
+            self._places[index].copy_(total, True)
+            self._reduction.reducer.mark_ready(index, 0)
 
     def keep(self) -> dict[int, tuple[Any, bool]]:
         in_buffer: dict[int, paddle.Tensor] = self._in_buffer()

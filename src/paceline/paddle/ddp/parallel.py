@@ -147,7 +147,8 @@ class DataParallel(WrappedModel, PaddleNames):
             forward begins. On the CPU, with all ranks on one host.
         virtual_ranks: Average each step over so many micro-batches, which up to as many processes compute:
             the same training, bit for bit, on any number of processes. Train with steps(). Implies
-            deterministic="world". None: average over the ranks.
+            deterministic="world". Gradients of 16 bits are added in float32, and the mean is rounded once.
+            None: average over the ranks.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.

@@ -105,11 +105,18 @@ class ManagedTensors:
     def all_trainable(self) -> list[paddle.Tensor]:
         return [*self.trainable, *self.sparse.values()]
 
-    def specs(self, reduce_dtype: paddle.dtype | None = None) -> list[ParameterSpec]:
-        """The parameters as a plan lists them."""
+    def specs(self, reduce_dtype: paddle.dtype | None = None, *, widens: bool = False) -> list[ParameterSpec]:
+        """The parameters as a plan lists them.
+
+        Args:
+            reduce_dtype: The dtype in which gradients are averaged; None: that of each parameter.
+            widens: Whether gradients of 16 bits are averaged in float32.
+        """
         specs = []
         for name, p in zip(self.names, self.trainable):
             dtype = dtype_name(p.dtype if reduce_dtype is None else reduce_dtype)
+            if widens and ITEMSIZES[dtype] < 4:
+                dtype = "float32"
             specs.append(ParameterSpec(name, int(p.size), dtype, ITEMSIZES[dtype], _device(p)))
         return specs
 

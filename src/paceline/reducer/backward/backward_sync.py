@@ -878,8 +878,7 @@ class BackwardSync(Generic[AnyAutograd]):
                     self.gradients.clear(index)
                     self.reducer.mark_ready(index, 0)
                 else:
-                    self.gradients.put(index, total)
-                    self.gradients.hand_over_rest(index)
+                    self.gradients.hand_over_sum(index, total)
         except BaseException:
             self._interrupt()
             raise

@@ -118,8 +118,8 @@ class Gradients(Protocol):
         """
         ...
 
-    def put(self, index: int, gradient: Any) -> None:
-        """Use a tensor with the parameter's shape, dtype and layout as its gradient."""
+    def hand_over_sum(self, index: int, total: Any) -> None:
+        """Hand over a tensor with the parameter's shape and layout: its gradient, or a wider sum."""
         ...
 
     def keep(self) -> dict[int, tuple[Any, bool]]:

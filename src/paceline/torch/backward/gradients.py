@@ -68,7 +68,9 @@ class Gradients:
         return self._config.gradients_in_buffer
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
-        return self._tensors.specs(self._config.reduce_dtype, complex_as_real=not whole)
+        config = self._config
+        widens = config.virtual_ranks is not None
+        return self._tensors.specs(config.reduce_dtype, complex_as_real=not whole, widens=widens)
 
     def adopt(self, reduction: Reduction[torch.Tensor]) -> None:
         moved = self._in_buffer()
@@ -240,8 +242,13 @@ class Gradients:
         except (NotImplementedError, RuntimeError, TypeError):
             self._parameters[index].grad = place.to(gradient.dtype, copy=True)
 
-    def put(self, index: int, gradient: torch.Tensor) -> None:
-        self._parameters[index].grad = gradient
+    def hand_over_sum(self, index: int, total: torch.Tensor) -> None:
+        if total.dtype is self._dtypes[index]:
+            self._parameters[index].grad = total
+            self.hand_over_rest(index)
+        else:
+            self.reduction.places[index].copy_(total)
+            self.reduction.reducer.mark_ready(index, 0)
 
     def keep(self) -> dict[int, tuple[Any, bool]]:
         in_buffer, kept = set(self._in_buffer()), {}

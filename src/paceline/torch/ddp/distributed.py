@@ -144,7 +144,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             ShardedOptimizer when the first forward begins. On the CPU, with all ranks on one host.
         virtual_ranks: Average each step over this number of micro-batches, which at most as many processes
             compute: the same training, bit for bit, on any number of processes. Train such a model with
-            steps(). It implies deterministic="world". None: average over the ranks.
+            steps(). It implies deterministic="world". Gradients of 16 bits are added in float32, and the mean
+            is rounded once. None: average over the ranks.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:

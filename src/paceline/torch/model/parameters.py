@@ -123,12 +123,24 @@ class ManagedTensors:
         return {p.device.type for p in self.trainable}
 
     def specs(
-        self, reduce_dtype: torch.dtype | None = None, *, complex_as_real: bool = True
+        self,
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        complex_as_real: bool = True,
+        widens: bool = False,
     ) -> list[ParameterSpec]:
-        """The parameters for a plan; those with sparse gradients need no place in it."""
+        """The parameters for a plan; those with sparse gradients need no place in it.
+
+        Args:
+            reduce_dtype: The dtype in which gradients are averaged; None: that of each parameter.
+            complex_as_real: Whether a complex number counts as two real ones.
+            widens: Whether gradients of 16 bits are averaged in float32.
+        """
         specs = []
         for index, (name, p) in enumerate(zip(self.names, self.trainable)):
             dtype = p.dtype if p.is_complex() else reduce_dtype or p.dtype
+            if widens and dtype.itemsize < 4:
+                dtype = torch.float32
             numel = 0 if index in self.sparse else p.numel()
             if p.is_complex() and complex_as_real:
                 dtype, numel = dtype.to_real(), 2 * numel
