@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,22 +25,20 @@ def test_everything_is_packed_once_in_order_and_no_piece_is_too_large(sizes: lis
         assert sum(sizes[index] for index in run) + sizes[following.start] > most
 
 
-def test_bytes_of_any_lengths_are_gathered_by_rank() -> None:
-    payloads = [b"a", b"", b"bcd"]
-    sent: list[list[np.ndarray[Any, Any]]] = []
+@pytest.mark.parametrize("longest", [0, 3, 1016, 1017, 5000])
+def test_bytes_of_any_lengths_are_gathered_by_rank(longest: int) -> None:
+    payloads = [b"a", b"", bytes(index % 251 for index in range(longest))]
+    calls: list[list[np.ndarray[Any, Any]]] = [[] for _ in payloads]
+    barrier = threading.Barrier(len(payloads), timeout=60)
 
-    def rounds_of(payload: bytes) -> list[np.ndarray[Any, Any]]:
-        own = np.zeros(max(map(len, payloads)), np.uint8)
-        own[: len(payload)] = np.frombuffer(payload, np.uint8)
-        return [np.array([len(payload)], np.int64), own]
+    def gathered(rank: int) -> list[bytes]:
+        def gather(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            calls[rank].append(array.copy())
+            barrier.wait()
+            return np.stack([of_rank[len(calls[rank]) - 1] for of_rank in calls])
 
-    sent = [rounds_of(payload) for payload in payloads]
-    for rank, payload in enumerate(payloads):
-        calls = iter(range(2))
+        return gather_bytes(gather, payloads[rank])
 
-        def gather(array: np.ndarray[Any, Any], rank: int = rank, calls: Any = calls) -> np.ndarray[Any, Any]:
-            call = next(calls)
-            assert array.tobytes() == sent[rank][call].tobytes()
-            return np.stack([rows[call] for rows in sent])
-
-        assert gather_bytes(gather, payload) == payloads
+    with ThreadPoolExecutor(len(payloads)) as threads:
+        assert list(threads.map(gathered, range(len(payloads)))) == [payloads] * len(payloads)
+    assert [len(of_rank) for of_rank in calls] == [1 if longest <= 1016 else 2] * len(payloads)

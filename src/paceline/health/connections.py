@@ -12,6 +12,7 @@ import json
 import os
 import select
 import socket
+import stat
 import struct
 import termios
 import threading
@@ -31,13 +32,13 @@ Ends = tuple[Any, Any]
 def connected_sockets() -> dict[Ends, int]:
     """This process's TCP connections, with the file descriptor of each."""
     found: dict[Ends, int] = {}
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
+            with socket.socket(fileno=os.dup(descriptor)) as each:
                 if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
-                    found[_address(each.getsockname()), _address(each.getpeername())] = int(name)
+                    found[_address(each.getsockname()), _address(each.getpeername())] = descriptor
         except OSError:  # closed meanwhile, or a listening socket
             continue
     return found

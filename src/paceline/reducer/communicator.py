@@ -394,10 +394,23 @@ def sum_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return join_in_order(list(rows.reshape(len(rows), -1)), add).reshape(rows.shape[1:])
 
 
+_LENGTH_BYTES = 8
+_FIRST_BYTES = 1024  # most payloads are shorter, so that one call gathers them
+
+
 def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:
-    """Payloads of all ranks, by rank, of any lengths. Collective."""
-    lengths = gather(np.array([len(payload)], np.int64)).ravel()
-    own = np.zeros(max(1, int(lengths.max())), np.uint8)
-    own[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = gather(own)
+    """Payloads of all ranks, by rank, of any lengths. Collective.
+
+    The first call gathers the lengths and the beginnings; a second one is made if any payload is longer.
+    """
+    first = np.zeros(_FIRST_BYTES, np.uint8)
+    beginning = (len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)[:_FIRST_BYTES]
+    first[: len(beginning)] = np.frombuffer(beginning, np.uint8)
+    rows = gather(first)
+    lengths = rows[:, :_LENGTH_BYTES].copy().view("<i8").ravel()
+    rows, longest = rows[:, _LENGTH_BYTES:], int(lengths.max())
+    if longest > rows.shape[1]:
+        whole = np.zeros(longest, np.uint8)
+        whole[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = gather(whole)
     return [row[:length].tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
