@@ -11,6 +11,7 @@
 #include "core/failure.h"
 #include "core/faults.h"
 #include "core/isa.h"
+#include "core/region_layout.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
 #include "reducer/reducer.h"

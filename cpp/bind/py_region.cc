@@ -7,7 +7,7 @@
 
 #include "bind/bindings.h"
 #include "bind/failures.h"
-#include "core/control.h"
+#include "core/region_layout.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

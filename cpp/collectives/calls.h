@@ -13,6 +13,7 @@
 
 #include "collectives/turn.h"
 #include "core/control.h"
+#include "core/region_layout.h"
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"

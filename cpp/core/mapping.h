@@ -1,4 +1,4 @@
-// The region as one rank maps it, with pointers to its parts. See control.h.
+// The region as one rank maps it, with pointers to its parts. See region_layout.h.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 
 #include "core/control.h"
 #include "core/region.h"
+#include "core/region_layout.h"
 
 namespace paceline {
 

@@ -7,6 +7,7 @@
 #include "core/failure.h"
 #include "core/faults.h"
 #include "core/futex.h"
+#include "core/region_layout.h"
 #include "core/wait.h"
 
 namespace paceline {

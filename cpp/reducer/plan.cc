@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/failure.h"
+#include "core/region_layout.h"
 #include "kernels/kernels.h"
 #include "reducer/reducer.h"
 

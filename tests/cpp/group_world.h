@@ -10,8 +10,8 @@
 
 #include "check.h"
 #include "collectives/host_group.h"
-#include "core/control.h"
 #include "core/region.h"
+#include "core/region_layout.h"
 #include "ranks.h"
 
 namespace paceline::testing {

@@ -12,8 +12,8 @@
 
 #include "check.h"
 #include "collectives/barrier.h"
-#include "core/control.h"
 #include "core/region.h"
+#include "core/region_layout.h"
 #include "group_world.h"
 
 namespace {

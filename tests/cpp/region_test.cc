@@ -18,7 +18,7 @@
 #include <string>
 
 #include "check.h"
-#include "core/control.h"
+#include "core/region_layout.h"
 #include "group_world.h"
 
 namespace {

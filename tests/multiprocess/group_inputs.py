@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 FLOATS = ("float32", "float64", "float16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
-# The core's limits (cpp/core/control.h): inputs of up to SMALL_BYTES are staged at once, larger ones in
+# The core's limits (cpp/core/region_layout.h): inputs of up to SMALL_BYTES are staged at once, larger ones in
 # pieces of PIECE_BYTES.
 SMALL_BYTES = 16 * 1024
 PIECE_BYTES = 256 * 1024

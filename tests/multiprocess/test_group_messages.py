@@ -9,7 +9,7 @@ from numpy.testing import assert_array_equal
 from paceline.errors import ConfigError, MismatchError
 from tests.harness import kept_ranks
 
-_RING_BYTES = 128 * 1024  # size of the sender's outbox (cpp/core/control.h)
+_RING_BYTES = 128 * 1024  # size of the sender's outbox (cpp/core/region_layout.h)
 
 
 @kept_ranks(2)

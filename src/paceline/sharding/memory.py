@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 REGION_BYTES = 672 << 10
 """Host memory that collectives use for each rank: two buffers for small arrays, two staging buffers for large
-ones (2 * (16 + 256) KiB), and one for messages. See cpp/core/control.h."""
+ones (2 * (16 + 256) KiB), and one for messages. See cpp/core/region_layout.h."""
 
 
 @dataclass(frozen=True)

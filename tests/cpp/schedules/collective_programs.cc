@@ -13,7 +13,8 @@ namespace paceline::schedules {
 namespace {
 
 constexpr size_t kFloat = sizeof(float);
-// On both sides of each limit in core/control.h and collectives/all_reduce.h.
+// On both sides of each limit in core/region_layout.h and
+// collectives/all_reduce.h.
 constexpr size_t kCounts[] = {1, kSmallBytes / kFloat, kPieceBytes / kFloat,
                               kPieceBytes / kFloat * 2 + 40};
 

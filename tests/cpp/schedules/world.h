@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "collectives/host_group.h"
-#include "core/control.h"
 #include "core/region.h"
+#include "core/region_layout.h"
 #include "kernel.h"
 #include "memory.h"
 #include "scheduler.h"
