@@ -27,6 +27,7 @@
 
 namespace paceline {
 
+/// Python passes its own defaults; these are for tests in C++.
 struct GroupOptions {
   std::string name = "world";
   double timeout_s = 300;

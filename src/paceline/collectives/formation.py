@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline import _core
 from paceline.collectives.failures import number_ranks
-from paceline.collectives.straggler_warning import describe_stragglers
+from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S, describe_stragglers
 from paceline.errors import RendezvousError, format_ranks
 from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
@@ -19,7 +19,9 @@ from paceline.rendezvous.shared_memory import NONCE_BYTES, HostMemory, share_mem
 _log = logging.getLogger("paceline")
 
 
-def share(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float = 10.0) -> HostMemory:
+def share(
+    exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float = DEFAULT_WARN_AFTER_S
+) -> HostMemory:
     """`share_memory` that also logs slow ranks, and closes the memory when the process ends. Collective.
 
     Raises the same errors.
@@ -72,7 +74,7 @@ def form_core(
     *,
     name: str,
     timeout_s: float,
-    warn_after_s: float = 10.0,
+    warn_after_s: float = DEFAULT_WARN_AFTER_S,
     group_timeout_s: float | None = None,
 ) -> _core.HostGroup:
     """Make the core of a group of the ranks that an Exchange connects; they must share a host. Collective.

@@ -8,6 +8,7 @@ from paceline import _core
 from paceline.arguments import Arguments
 from paceline.collectives.formation import form_core
 from paceline.collectives.group import Group
+from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S
 from paceline.env import (
     RankEnvironment,
     job_secret_from_environment,
@@ -31,7 +32,7 @@ def init(
     job_id: str | None = None,
     name: str = "world",
     timeout_s: float | timedelta = 300.0,
-    warn_after_s: float | timedelta = 10.0,
+    warn_after_s: float | timedelta = DEFAULT_WARN_AFTER_S,
     forming_timeout_s: float | timedelta | None = None,
 ) -> Group:
     """Join the group of all ranks of this job, which share one host. Collective; blocks until all joined.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from paceline.collectives.failures import Facts, describe_activity, describe_late, in_words, renumbered
 from paceline.errors import format_ranks
 
+DEFAULT_WARN_AFTER_S = 10.0
+"""How long a rank waits before its first warning, if warn_after_s is not given."""
+
 
 def describe_stragglers(facts: Facts) -> str:
     """The text of a warning: the ranks that this rank waits for, until when, and what to check."""

@@ -63,7 +63,7 @@ def share_memory(
     *,
     name: str,
     timeout_s: float,
-    warn_after_s: float = 10.0,
+    warn_after_s: float,
     group_timeout_s: float | None = None,
     slow: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> HostMemory:

@@ -21,6 +21,7 @@ import paddle.distributed as dist
 
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
+from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S
 from paceline.errors import ConfigError
 from paceline.health.store_check import Work
 from paceline.paddle import internals
@@ -37,7 +38,6 @@ from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.rendezvous.limits import start_thread
 
-WARN_AFTER_S = 10.0
 _PATIENCE_S = 0.02
 
 
@@ -51,7 +51,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
 
     _thread: _CallThread | None = None
 
-    def __init__(self, group: Any, timeout_s: float, warn_after_s: float = WARN_AFTER_S) -> None:
+    def __init__(self, group: Any, timeout_s: float, warn_after_s: float = DEFAULT_WARN_AFTER_S) -> None:
         group = dist.get_group() if group is None else group
         if group.rank < 0:
             raise ConfigError(
@@ -172,7 +172,7 @@ class LoneCalls(GroupCalls):
     """The calls of a single process: every sum is the process's own value."""
 
     def __init__(self, *, on_host: bool) -> None:
-        self.backend, patience = "missing", (math.inf, WARN_AFTER_S)
+        self.backend, patience = "missing", (math.inf, DEFAULT_WARN_AFTER_S)
         self._begin_with(None, 0, 1, "this process alone", *patience, on_host=on_host)
 
     def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Work:

@@ -18,9 +18,10 @@ from paceline import _core
 from paceline.arguments import Arguments, show
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
+from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, warn
-from paceline.paddle.communicator.calls import WARN_AFTER_S, GroupCalls
+from paceline.paddle.communicator.calls import GroupCalls
 from paceline.paddle.communicator.start import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.peers import EnvironmentGroup, GroupPeers, exchange_of_named
@@ -67,7 +68,7 @@ class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
 
 
 class LonePeers:
-    rank, world_size, timeout_s, warn_after_s = 0, 1, math.inf, WARN_AFTER_S
+    rank, world_size, timeout_s, warn_after_s = 0, 1, math.inf, DEFAULT_WARN_AFTER_S
     group = None
 
     @property
@@ -110,7 +111,7 @@ def find_peers(
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
     _core.hold_late_threads()  # rank 0's thread serves Paddle's store until the process ends
-    patience = timeout_s or _paddles_timeout_s(), warn_after_s or WARN_AFTER_S
+    patience = timeout_s or _paddles_timeout_s(), warn_after_s or DEFAULT_WARN_AFTER_S
     calls = GroupCalls(group, *patience)
     return PaddlePeers(calls, *patience, owner) if calls.world_size > 1 else None
 

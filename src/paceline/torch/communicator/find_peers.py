@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.arguments import Arguments
+from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RendezvousError
 from paceline.reducer import process_group_peers
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's default, for a process group that does not report its timeout
-_DEFAULT_WARN_AFTER_S = 10.0
 _HOLDER = 0  # the rank of the default group that serves torch's store, unless torchrun's agent does
 
 _environment = EnvironmentGroup("paceline.torch")
@@ -49,7 +49,7 @@ class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
         exchange = exchange_over(group)
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.timeout_s = timeout_s or _timeout_of(group)
-        self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
+        self.warn_after_s = warn_after_s or DEFAULT_WARN_AFTER_S
         name, patience = f"DDP over {dist.get_backend(group)}", (self.timeout_s, self.warn_after_s)
         super().__init__(GroupCalls(group, self), exchange, name, *patience)
         warn_of_shared_store(dist.get_backend(group), self.rank)
