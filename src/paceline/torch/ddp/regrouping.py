@@ -6,20 +6,23 @@ model, its gradients and its options stay.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.reducer.history import agree_on_backwards
+from paceline.errors import ModelMismatchError, format_ranks
+from paceline.rendezvous.exchange import Exchange
 from paceline.torch.communicator.find_peers import find_peers
 from paceline.torch.model.inner_tensors import plain_tensors
 
 if TYPE_CHECKING:
     from paceline.torch.ddp.torch_names import TorchNames
     from paceline.torch.model.parameters import ManagedTensors
+
+_UNKNOWN = -1
 
 
 def regroup(ddp: TorchNames, new_process_group: Any) -> None:
@@ -44,8 +47,9 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
         ddp._storage.move_out()
         ddp._storage = None
     ddp._check_model(peers)
-    digest, exchange = functools.partial(_digest_of_weights, ddp._tensors), peers.exchange
-    ddp._good_backwards, had_all = agree_on_backwards(ddp._good_backwards, digest, exchange, peers.timeout_s)
+    ddp._good_backwards, had_all = _agree_on_backwards(
+        ddp._good_backwards, ddp._tensors, peers.exchange, peers.timeout_s
+    )
     if not had_all:
         for parameter in ddp._tensors.trainable:
             parameter.grad = None
@@ -58,6 +62,49 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
         ddp._backward_sync.good_backwards = ddp._good_backwards
         if before is not None:
             ddp._backward_sync.buffers.hook = before.buffers.hook
+
+
+def _agree_on_backwards(
+    good_backwards: int | None, tensors: ManagedTensors, exchange: Exchange, timeout_s: float
+) -> tuple[int, bool]:
+    """Raise on every rank unless all have the same weights. Collective.
+
+    Replicas with equal numbers of good backward passes hold the same weights. If the numbers differ, the
+    weights themselves are compared.
+
+    Returns:
+        The number of good backward passes to continue from, and whether all ranks had it.
+    """
+    own = _UNKNOWN if good_backwards is None else good_backwards
+    payloads = exchange.all_gather(own.to_bytes(8, "big", signed=True), timeout_s)
+    numbers = [int.from_bytes(payload, "big", signed=True) for payload in payloads]
+    if _UNKNOWN not in numbers and len(set(numbers)) == 1:
+        return numbers[0], True
+    digests = exchange.all_gather(_digest_of_weights(tensors), timeout_s)
+    if len(set(digests)) > 1:
+        raise _differ(numbers, digests)
+    return max(0, *numbers), False
+
+
+def _differ(numbers: Sequence[int], digests: Sequence[bytes]) -> ModelMismatchError:
+    ranks_of: dict[tuple[int, bytes], list[int]] = {}
+    for rank, key in enumerate(zip(numbers, digests)):
+        ranks_of.setdefault(key, []).append(rank)
+    letters: dict[bytes, str] = {}
+    for digest in digests:
+        letters.setdefault(digest, f"#{len(letters) + 1}")
+    return ModelMismatchError(
+        "The ranks of the new group hold different weights, after different numbers of good backward passes.",
+        seen="\n".join(
+            f"{format_ranks(ranks)}: weights {letters[digest]}, "
+            + ("trained alone" if number == _UNKNOWN else f"good backward passes: {number}")
+            for (number, digest), ranks in ranks_of.items()
+        ),
+        likely="a rank that comes anew; or an error that ended a step on some ranks only",
+        hint="give every rank the weights of one, and its optimizer's state, by broadcast or from a "
+        "checkpoint; then make this call again",
+        good_backwards=tuple(None if number == _UNKNOWN else number for number in numbers),
+    )
 
 
 def _digest_of_weights(tensors: ManagedTensors) -> bytes:
