@@ -20,10 +20,10 @@ from paceline.health.peer_monitor import (
     report_no_peer_monitor,
 )
 from paceline.health.store_check import StoreChecks, Work
-from paceline.reducer.channels import channel_of
 from paceline.reducer.communicator import gather_bytes
 from paceline.reducer.host_reports import GroupReports, Reports, reports_of
 from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_channels import channel_of
 from paceline.reducer.process_group_waits import Rows
 from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.shared_memory import HostMemory

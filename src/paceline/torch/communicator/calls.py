@@ -19,11 +19,11 @@ from paceline.errors import CollectiveError
 from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.health.store_check import Work
-from paceline.reducer.channels import known_channel
 from paceline.reducer.comm_hooks import CommHook, HookedBuckets
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_channels import known_channel
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.torch.communicator.broadcast import PreparedBroadcast
 from paceline.torch.communicator.comm_hook import TorchHook
