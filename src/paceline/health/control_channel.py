@@ -4,9 +4,9 @@ It is a star of TCP connections, one from each rank to the hub (rank 0), or a tr
 (`channel_tree`). Each process group makes one at start-up; gradients do not travel here. The kernels watch
 the connections, not threads: when a process ends, for whatever reason, its kernel reports it at once. When a
 network link is cut or a host stops, no segment arrives from that host any more, over any connection of this
-host (`arrivals`): neither an answer to the hub's heartbeats nor one to the kernel's probes. After the allowed
-silence, both ends drop the connection. A process that computes, is paused or holds the GIL for long is not
-silent in this sense, because its kernel goes on answering; the deadline of the backward finds it.
+host (`silent_hosts`): neither an answer to the hub's heartbeats nor one to the kernel's probes. After the
+allowed silence, both ends drop the connection. A process that computes, is paused or holds the GIL for long
+is not silent in this sense, because its kernel goes on answering; the deadline of the backward finds it.
 
     rank 3 dies, raises or leaves    its kernel, or the rank itself, notifies the hub
     a host is silent                 the end that drops the connection says so before it resets it: the other
@@ -47,7 +47,6 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.health import lifetime
-from paceline.health.arrivals import Arrivals, quiet_s, unconfirmed_bytes
 from paceline.health.channel_setup import Connection, connect_ranks
 from paceline.health.channel_tree import HUB, neighbours_of
 from paceline.health.handshake import Facts, Member
@@ -67,6 +66,7 @@ from paceline.health.peer_errors import (
     pack_failure,
     unpack_failure,
 )
+from paceline.health.silent_hosts import Arrivals, quiet_s, unconfirmed_bytes
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.limits import start_thread

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.health import arrivals
-from paceline.health.arrivals import Arrivals, quiet_s, unconfirmed_bytes
+from paceline.health import silent_hosts
+from paceline.health.silent_hosts import Arrivals, quiet_s, unconfirmed_bytes
 
 SILENCE_S = 3.0
 HOSTS = ((0, 1), (2, 3))
@@ -60,7 +60,7 @@ def seen(connection: socket.socket, seconds: float) -> list[list[int]]:
 @pytest.fixture
 def is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """No new connection is answered."""
-    monkeypatch.setattr(arrivals._Trial, "is_answered", lambda _: False)
+    monkeypatch.setattr(silent_hosts._Trial, "is_answered", lambda _: False)
 
 
 def test_a_host_that_refuses_a_new_connection_is_there(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -69,7 +69,7 @@ def test_a_host_that_refuses_a_new_connection_is_there(ends: tuple[socket.socket
 
 def test_an_address_without_a_route_does_not_answer() -> None:
     """Like every other host if the network interface is switched off: no connection begins."""
-    trial = arrivals._Trial(socket.AF_INET, ("255.255.255.255", 9), time.monotonic())
+    trial = silent_hosts._Trial(socket.AF_INET, ("255.255.255.255", 9), time.monotonic())
     assert not trial.is_answered()
     trial.close()
 
@@ -86,7 +86,7 @@ def test_no_descriptor_for_a_new_connection_is_no_answer(
 
 @pytest.mark.usefixtures("is_cut")
 def test_nothing_comes(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
+    monkeypatch.setattr(silent_hosts, "_segments_from", lambda _: {})
     found = seen(ends[0], 4.0)
     assert [3] in found and found.index([3]) == 4 * SILENCE_S - 1  # the look after three seconds
 
@@ -121,7 +121,7 @@ def test_what_comes_from_one_rank_is_a_sign_of_life_of_its_host(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks of a host are lost together, or none is."""
-    monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
+    monkeypatch.setattr(silent_hosts, "_segments_from", lambda _: {})
     now = time.monotonic()
     with connected(socket.AF_INET, "127.0.0.1", "127.0.0.1") as (beside, _):
         watched = Arrivals({2: beside, 3: ends[0]}, HOSTS, now)
@@ -140,12 +140,12 @@ def test_a_silence_begins_when_the_last_data_came(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the kernel's clock, and not at the look that has seen them."""
-    monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
+    monkeypatch.setattr(silent_hosts, "_segments_from", lambda _: {})
     now = time.monotonic()
     watched = Arrivals({3: ends[0]}, HOSTS, now)
     ends[1].send(b"x")
     ends[0].recv(1)
-    monkeypatch.setattr(arrivals, "quiet_s", lambda _: 0.2)
+    monkeypatch.setattr(silent_hosts, "quiet_s", lambda _: 0.2)
     assert not watched.silent(SILENCE_S, now + 1.0)
     assert watched.judged_at_s(SILENCE_S) == pytest.approx(now + 0.8 + SILENCE_S)
     watched.forget(3)
@@ -156,7 +156,7 @@ def test_a_silence_begins_when_the_last_data_came(
 def test_a_process_that_could_not_look_for_long_looks_first(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
+    monkeypatch.setattr(silent_hosts, "_segments_from", lambda _: {})
     now = time.monotonic()
     watched = Arrivals({3: ends[0]}, HOSTS, now)
     assert not watched.silent(SILENCE_S, now + 60.0)
