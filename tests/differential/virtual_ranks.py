@@ -3,11 +3,11 @@
 make fuzz WHAT=virtual_ranks SEEDS=0:200
 
 A program has a network, virtual ranks, and some of: norms, dropout, random numbers of numpy, a layer that
-only some micro-batches use, layers that are frozen and trained again, parameters of 16 bits, weights,
-clipping. It is trained on one process, on a random number of processes, and once more with stops, after each
-of which another number of processes continues. All must end with the same bits of parameters, buffers and the
-optimizer's state, and close to those of the framework alone, which makes one micro-batch after the other and
-adds the gradients in a tree written out in numpy.
+only some micro-batches use, layers that are frozen and trained again, parameters of 16 bits, sparse
+gradients, weights, clipping. It is trained on one process, on a random number of processes, and once more
+with stops, after each of which another number of processes continues. All must end with the same bits of
+parameters, buffers and the optimizer's state, and close to those of the framework alone, which makes one
+micro-batch after the other and adds the gradients in a tree written out in numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.data import DistributedBatchSampler
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import RanksFailed, run_ranks
-from tests.multiprocess.virtual_training import adapter, digest_of, global_batches, number_of, seed, tree
+from tests.multiprocess.virtual_training import adapter, digest_of, give_mean, global_batches, number_of, seed
 
 FRAMEWORKS = ("torch", "paddle")
 WIDTH, MICRO_BATCH, LENGTH = 6, 3, 60
@@ -57,6 +57,7 @@ def generate(seed: int, framework: str = "torch") -> Program:
         "parts": _parts(draw, steps, virtual_ranks),
         "layers": layers,
         "skips": draw.random() < 0.3,  # some micro-batches leave out a layer
+        "table": False,
         "toggles": sorted(toggles),
         "weights": weights,
         "given": draw.choice(["scope", "before"]),
@@ -73,6 +74,8 @@ def generate(seed: int, framework: str = "torch") -> Program:
         layers[:] = [draw.choice(kinds) if kind == "linear" else kind for kind in layers]
         if framework == "paddle":  # which has no others for bfloat16 on a CPU
             program |= {"optimizer": "sgd", "clips": False}
+    if draw.random() < 0.35:  # no optimizer of torch but this one, and no clipping, takes sparse gradients
+        program |= {"table": True, "optimizer": "sgd", "clips": False}
     return program
 
 
@@ -95,7 +98,9 @@ class Training:
         self.program = program
         seed(self.do, 5)
         with self.do.names()():
-            self.model = self.do.mlp(program["layers"], WIDTH, skips=program["skips"])
+            self.model = self.do.mlp(
+                program["layers"], WIDTH, skips=program["skips"], has_table=program["table"]
+            )
             self.optimizer = self.do.optimizer(self.model, program["optimizer"], clips=program["clips"])
 
     def toggle(self, step: int) -> None:
@@ -166,22 +171,20 @@ def by_hand(_: Group, framework: str, program: Program) -> dict[str, np.ndarray]
             before = [np.array(buffer.numpy()) for buffer in buffers]
             weights = [1.0] * count if program["weights"] is None else program["weights"][step]
             leaves: list[list[Any]] = [[] for _ in parameters]
-            is_used, after = [False] * len(parameters), []
-            for rank, weight in enumerate(weights):
+            after = []
+            for rank in range(count):
                 for buffer, value in zip(buffers, before):
                     do.write(buffer, value)
                 seed(do, number_of(3, step, "micro-batch", rank))
                 batch = do.tensor(np.stack([data[index] for index in samples[rank::count]]))
                 training.loss(model, batch).backward()
-                for index, parameter in enumerate(parameters):
-                    is_here = parameter.grad is not None
-                    is_used[index] |= is_here
-                    leaves[index].append(do.array(parameter.grad) * np.float32(weight) if is_here else 0.0)
+                for parameter, each in zip(parameters, leaves):
+                    each.append(None if parameter.grad is None else do.leaf(parameter.grad))
                 after.append([np.array(buffer.numpy()) for buffer in buffers])
                 do.drop_gradients(optimizer)
-            for index in np.flatnonzero(is_used):
-                mean = tree(leaves[index]) / np.float32(sum(weights))
-                parameters[index].grad = do.tensor(mean, parameters[index].dtype)
+            for parameter, each in zip(parameters, leaves):
+                if any(leaf is not None for leaf in each):
+                    give_mean(do, parameter, each, weights)
             for buffer, values in zip(buffers, zip(*after)):
                 is_averaged = program["buffers"] == "average" and values[0].dtype.kind == "f"
                 mean = np.mean(np.array(values, np.float64), 0).astype(values[0].dtype)

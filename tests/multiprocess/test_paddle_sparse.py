@@ -103,3 +103,11 @@ def test_an_optimizer_can_step_with_a_mean_without_rows(group: object) -> None:
     wrapped(paddle.to_tensor([], dtype="int64")).sum().backward()
     paddle.optimizer.SGD(0.1, parameters=[model.table.weight]).step()
     assert (model.table.weight.numpy() == before).all()
+
+
+@kept_ranks(2)
+def test_a_sparse_embedding_of_16_bits_is_refused(group: object) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table.to(dtype="bfloat16")
+    with pytest.raises(ConfigError, match="sparse gradients of 16 bits"):
+        DataParallel(table, group=group)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import tempfile
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def bits_by_hand(framework: str, kind: str) -> str:
 
 
 @frameworks
-@pytest.mark.parametrize("kind", ["cnn", "averaged", "gpt", "views", "half", "half views"])
+@pytest.mark.parametrize("kind", ["cnn", "averaged", "gpt", "views", "half", "half views", "words"])
 def test_any_number_of_processes_has_the_bits_of_a_handwritten_loop_on_one(framework: str, kind: str) -> None:
     arguments = {"framework": framework, "kind": kind}
     expected = bits_by_hand(framework, {"views": "gpt", "half views": "half"}.get(kind, kind))
@@ -54,7 +56,7 @@ def train_over_hosts(rank: int, kind: str, hosts: tuple[int, ...]) -> str:
     [
         ("averaged", (0, 0, 1, 1)),
         ("averaged", (0, 1, 2)),
-        ("averaged", (0, 1, 0)),
+        ("words", (0, 1, 0)),
         ("half", (0, 0, 0, 1)),
         ("half", (0, 1, 0)),
     ],
@@ -105,13 +107,29 @@ def test_stopping_and_resuming_on_other_numbers_of_processes_keeps_the_bits(fram
     assert ended == set(undisturbed)
 
 
-def weighted(group: Group, weights: list[float], dtype: str) -> list[float]:
-    """Return weighted gradients of a sum, in which micro-batch v is 0.1 + v."""
+def weighted(
+    group: Group, weights: list[float], dtype: str, dense: Collection[int]
+) -> tuple[float, float, list[float]]:
+    """Return weighted gradients of a sum, in which micro-batch v is 0.1 + v: of weight, bias, and table.
+
+    The gradient of the table is sparse, but for the micro-batches `dense`.
+    """
     import torch
 
     from paceline.torch import DistributedDataParallel
 
-    model = torch.nn.Linear(1, 1, dtype=getattr(torch, dtype))
+    class Model(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1, dtype=getattr(torch, dtype))
+            self.table = torch.nn.Embedding(3, 1, sparse=True, dtype=getattr(torch, dtype))
+
+        def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+            if rank % 3 == 0:
+                return self.bias.sum() * 2.5
+            word = self.table.weight[rank % 2] if rank in dense else self.table(torch.tensor([rank % 2]))
+            return (super().forward(x) + word * x).sum()
+
+    model = Model()
     ddp = DistributedDataParallel(
         model, process_group=group, virtual_ranks=len(weights), find_unused_parameters=True
     )
@@ -119,22 +137,33 @@ def weighted(group: Group, weights: list[float], dtype: str) -> list[float]:
     for step in ddp.steps([torch.full((1, 1), 0.1 + rank, dtype=model.weight.dtype) for rank in own]):
         for batch, rank in zip(step, own):
             with ddp.weight(weights[rank]):
-                (ddp(batch).sum() if rank % 3 else ddp.module.bias.sum() * 2.5).backward()
-    return [float(parameter.grad) for parameter in model.parameters()]
+                ddp(batch, rank).backward()
+    table = model.table.weight.grad
+    assert table.is_sparse is not bool(dense)
+    return float(model.weight.grad), float(model.bias.grad), table.to_dense().flatten().tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("weights", [[3.0, 1.25, 0.0, 7.1, 2.0, 5.0], [0.3, 4.0, 1.1]])
-def test_weights_and_parameters_that_some_micro_batches_do_not_use(weights: list[float], dtype: str) -> None:
-    arguments = {"weights": weights, "dtype": dtype}
+@pytest.mark.parametrize("weights, dense", [([3.0, 1.25, 0.0, 7.1, 2.0, 5.0], []), ([0.3, 4.0, 1.1], [1])])
+def test_weights_and_parameters_that_some_micro_batches_do_not_use(
+    weights: list[float], dense: list[int], dtype: str
+) -> None:
+    arguments = {"weights": weights, "dtype": dtype, "dense": dense}
     sizes = range(1, min(4, len(weights)) + 1)
     found = [run_ranks(weighted, world_size, arguments, kept=True) for world_size in sizes]
-    assert len({tuple(each) for run in found for each in run}) == 1
-    batches, numbers = np.arange(len(weights)) + 0.1, np.arange(len(weights))
-    gradients = np.where(numbers % 3, batches, 0), np.where(numbers % 3, 1.0, 2.5)
-    for mean, each in zip(found[0][0], gradients):
-        leaves = each.astype(dtype).astype(np.float32) * np.array(weights, np.float32)
-        assert mean == (tree(leaves) / np.float32(sum(weights))).astype(dtype)
+    weight, bias, table = found[0][0]
+    assert all(each == (weight, bias, table) for run in found for each in run)
+
+    def mean(gradients: np.ndarray, add: Callable[[Sequence[Any]], Any]) -> Any:
+        leaves = gradients.astype(dtype).astype(np.float32) * np.array(weights, np.float32)
+        return (add(leaves) / np.float32(sum(weights))).astype(dtype)
+
+    numbers = np.arange(len(weights))
+    batches = np.where(numbers % 3, numbers + 0.1, 0)
+    assert weight == mean(batches, tree)
+    assert bias == mean(np.where(numbers % 3, 1.0, 2.5), tree)
+    in_order = functools.partial(functools.reduce, operator.add)
+    assert table == [mean(np.where(numbers % 2 == row, batches, 0), in_order) for row in range(3)]
 
 
 def check_equal(group: Group, digest: str) -> None:
@@ -209,8 +238,6 @@ def test_what_depends_on_the_number_of_processes_is_refused(group: Group) -> Non
 
     with pytest.raises(ConfigError, match="SyncBatchNorm"):
         wrap(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)))
-    with pytest.raises(ConfigError, match="sparse"):
-        wrap(nn.Embedding(4, 2, sparse=True))
     for name, value in (
         ("reduce_through", "group"),
         ("static_graph", True),

@@ -18,6 +18,7 @@ from paddle.nn import functional as F
 from paddle.utils import unique_name
 
 from paceline.paddle import DataParallel
+from paceline.paddle.internals import give_rows as put_rows
 from paceline.paddle.internals import use_threads
 
 __all__ = ["DataLoader"]
@@ -73,10 +74,21 @@ def half() -> nn.Layer:
     return nn.Sequential(nn.Flatten(), Narrow(192, 16), nn.Tanh(), nn.Linear(16, 5))
 
 
-class Mlp(nn.Layer):
-    """Layers by name, and one that only some batches use."""
+class Words(nn.Layer):
+    """A table whose gradient has the rows that were looked up."""
 
-    def __init__(self, layers: list[str], width: int, *, skips: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(32, 16, sparse=True), nn.Linear(16, 32)
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return self.head(self.token(tokens))
+
+
+class Mlp(nn.Layer):
+    """Layers by name, one that only some batches use, and a table with sparse gradients."""
+
+    def __init__(self, layers: list[str], width: int, *, skips: bool, has_table: bool) -> None:
         super().__init__()
         make = {
             "linear": lambda: nn.Linear(width, width),
@@ -87,16 +99,24 @@ class Mlp(nn.Layer):
         }
         self.layers = nn.LayerList([make[name]() for name in layers])
         self.extra = nn.Linear(width, width) if skips else None
+        self.table = nn.Embedding(3, width, sparse=True) if has_table else None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         is_extra = self.extra is not None and float(x.detach()[0, 0]) > 0
+        if self.table is not None:
+            x = x + self.table(x.detach()[:, 1].abs().astype("int64") % 3)
         for layer in self.layers:
             x = layer(x)
         return self.extra(x) if is_extra else x
 
 
 mlp = Mlp
-MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt), "half": (half, loss_of_cnn)}
+MODELS = {
+    "cnn": (cnn, loss_of_cnn),
+    "gpt": (GPT, loss_of_gpt),
+    "half": (half, loss_of_cnn),
+    "words": (Words, loss_of_gpt),
+}
 
 
 def names() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -154,6 +174,23 @@ def tensor(values: np.ndarray, dtype: paddle.dtype | None = None) -> paddle.Tens
 def array(tensor: paddle.Tensor) -> np.ndarray:
     """Its values, those of 16 bits in float32."""
     return np.array((tensor.cast("float32") if tensor.element_size() == 2 else tensor).numpy())
+
+
+def leaf(gradient: paddle.Tensor) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """A copy of its values; of a sparse one, its rows and their values."""
+    if not gradient.is_selected_rows():
+        return array(gradient)
+    selected = gradient.get_selected_rows()
+    return np.array(selected.rows()), np.array(selected.get_tensor())
+
+
+def give_rows(
+    parameter: paddle.Tensor, leaves: list[tuple[np.ndarray, np.ndarray, float]], total: float
+) -> None:
+    """Give it all rows, each times its part of the total weight."""
+    rows = np.concatenate([rows for rows, _, _ in leaves])
+    mean = np.concatenate([values * np.float32(weight / total) for _, values, weight in leaves])
+    put_rows(parameter, rows.tolist(), mean)
 
 
 def bits(tensor: paddle.Tensor) -> bytes:

@@ -66,10 +66,21 @@ def half() -> nn.Module:
     return nn.Sequential(nn.Flatten(), first, nn.Tanh(), second, nn.Tanh(), nn.Linear(16, 5))
 
 
-class Mlp(nn.Module):
-    """Layers by name, and one that only some batches use."""
+class Words(nn.Module):
+    """A table whose gradient has the rows that were looked up."""
 
-    def __init__(self, layers: list[str], width: int, *, skips: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(32, 16, sparse=True), nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.token(tokens))
+
+
+class Mlp(nn.Module):
+    """Layers by name, one that only some batches use, and a table with sparse gradients."""
+
+    def __init__(self, layers: list[str], width: int, *, skips: bool, has_table: bool) -> None:
         super().__init__()
         make = {
             "linear": lambda: nn.Linear(width, width),
@@ -81,16 +92,24 @@ class Mlp(nn.Module):
         }
         self.layers = nn.ModuleList(make[name]() for name in layers)
         self.extra = nn.Linear(width, width) if skips else None
+        self.table = nn.Embedding(3, width, sparse=True) if has_table else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         is_extra = self.extra is not None and float(x.detach()[0, 0]) > 0
+        if self.table is not None:
+            x = x + self.table(x.detach()[:, 1].abs().long() % 3)
         for layer in self.layers:
             x = layer(x)
         return self.extra(x) if is_extra else x
 
 
 mlp = Mlp
-MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt), "half": (half, loss_of_cnn)}
+MODELS = {
+    "cnn": (cnn, loss_of_cnn),
+    "gpt": (GPT, loss_of_gpt),
+    "half": (half, loss_of_cnn),
+    "words": (Words, loss_of_gpt),
+}
 
 
 def names() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -152,6 +171,28 @@ def tensor(values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor
 def array(tensor: torch.Tensor) -> np.ndarray:
     """Its values, those of 16 bits in float32."""
     return np.array((tensor.float() if tensor.itemsize == 2 else tensor).numpy())
+
+
+def leaf(gradient: torch.Tensor) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """A copy of its values; of a sparse one, its rows and their values."""
+    if not gradient.is_sparse:
+        return array(gradient)
+    return np.array(gradient._indices()[0].numpy()), array(gradient._values())
+
+
+def give_rows(
+    parameter: nn.Parameter, leaves: list[tuple[np.ndarray, np.ndarray, float]], total: float
+) -> None:
+    """Give it the sum of rows, each times its weight, divided by the total weight."""
+    added = np.zeros(parameter.shape, np.float32)
+    for rows, values, weight in leaves:
+        own = np.zeros_like(added)
+        np.add.at(own, rows, values)
+        added += own * np.float32(weight)
+    rows = np.unique(np.concatenate([rows for rows, _, _ in leaves]))
+    mean = tensor(added[rows] / np.float32(total), parameter.dtype)
+    where = torch.from_numpy(rows[None])
+    parameter.grad = torch.sparse_coo_tensor(where, mean, parameter.shape, check_invariants=True)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

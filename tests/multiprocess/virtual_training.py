@@ -25,6 +25,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # a model, and options o
     "views": ("gpt", {"gradient_as_bucket_view": True}),
     "half": ("half", {}),
     "half views": ("half", {"gradient_as_bucket_view": True}),
+    "words": ("words", {}),
 }
 
 
@@ -45,8 +46,8 @@ class Texts(Images):
         return np.random.default_rng(index).integers(0, 32, 12)
 
 
-SAMPLES = {"cnn": Images, "gpt": Texts, "half": Images}
-OPTIMIZERS = {"half": "sgd"}  # Paddle's only one for bfloat16 on a CPU; else "adamw"
+SAMPLES = {"cnn": Images, "gpt": Texts, "half": Images, "words": Texts}
+OPTIMIZERS = {"half": "sgd", "words": "sgd"}  # Paddle has no other for bfloat16 on a CPU; else "adamw"
 
 
 class Run:
@@ -118,11 +119,11 @@ def by_hand(framework: str, kind: str, steps: int) -> str:
                 batch = do.tensor(np.stack([data[index] for index in samples_of[rank::8]]))
                 seed(do, number_of(3, number, "micro-batch", rank))
                 loss_of(model, batch).backward()
-                gradients.append([do.array(parameter.grad) for parameter in trained])
+                gradients.append([do.leaf(parameter.grad) for parameter in trained])
                 after.append([np.array(buffer.numpy()) for buffer in buffers])
                 do.drop_gradients(optimizer)
-            for parameter, each in zip(trained, zip(*gradients)):
-                parameter.grad = do.tensor(tree(each) / np.float32(8), parameter.dtype)
+            for parameter, leaves in zip(trained, zip(*gradients)):
+                give_mean(do, parameter, leaves, [1.0] * 8)
             for buffer, values in zip(buffers, zip(*after)):
                 is_averaged = "buffers" in options and values[0].dtype.kind == "f"
                 do.write(buffer, tree(values) / np.float32(8) if is_averaged else values[0])
@@ -144,6 +145,17 @@ def digest_of(do: ModuleType, model: Any, optimizer: Any) -> str:
         for name, tensor in sorted(values.items()):
             digest.update(name.encode() + do.bits(tensor))
     return digest.hexdigest()
+
+
+def give_mean(do: ModuleType, parameter: Any, leaves: Sequence[Any], weights: Sequence[float]) -> None:
+    """Give it the mean over virtual ranks of these arrays, or rows of arrays; None stands for zeros."""
+    given = [(leaf, weight) for leaf, weight in zip(leaves, weights) if leaf is not None and weight]
+    if given and isinstance(given[0][0], tuple):
+        do.give_rows(parameter, [(*leaf, weight) for leaf, weight in given], sum(weights))
+        return
+    none = np.zeros(parameter.shape, np.float32)
+    weighted = [none if leaf is None else leaf * leaf.dtype.type(w) for leaf, w in zip(leaves, weights)]
+    parameter.grad = do.tensor(tree(weighted) / np.float32(sum(weights)), parameter.dtype)
 
 
 def tree(leaves: Sequence[Any]) -> Any:

@@ -25,7 +25,6 @@ from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.errors import ConfigError
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
-from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.framework_ops import FrameworkOps
 from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
@@ -199,6 +198,7 @@ class _Leaves:
         self._gradients = OrderedSum[_Gradients](self._join)
         self._weights = OrderedSum[float](float.__add__)
         self._averages = OrderedSum[_Named](self._join)
+        self._packed: list[Any] = []  # sparse gradients, which are added at the end
         self._used: list[set[int]] = []
         self._begun_with, self._has_begun = self._copies(), False
         self._first_buffers: _Named = {}
@@ -216,9 +216,18 @@ class _Leaves:
         had_backward, weight = backward_sync.take_local()
         if not had_backward:
             return False
-        kept = {index: gradient for index, (gradient, _) in backward_sync.gradients.keep().items()}
+        sparse, in_plan = backward_sync.sparse, range(len(self._virtual.tensors.names))
+        if sparse.indices:
+            self._packed.append(sparse.pack(weight))
+        kept = {
+            index: gradient
+            for index, (gradient, _) in backward_sync.gradients.keep().items()
+            if gradient is not None
+        }
         backward_sync.gradients.restore({})
-        self._used.append(set(kept))
+        self._used.append(set(kept).intersection(in_plan))
+        for index in sparse.indices:
+            kept.pop(index, None)
         gradients = list(kept.values()) if weight else []
         sums = ops.sums_of(gradients)
         del gradients
@@ -242,7 +251,7 @@ class _Leaves:
         sums = self._gradients.take()
         self._write(self._first_buffers)
         backward_sync.average_sums(
-            {index: sums.pop(index, None) for index in sorted(used)}, self._weights.take()
+            {index: sums.pop(index, None) for index in sorted(used)}, self._weights.take(), self._packed
         )
         if self._averaged():
             totals = self._averages.take()
@@ -312,20 +321,12 @@ def checked_steps(owner: str, seed: Any, threads: Any) -> tuple[int, int]:
     )
 
 
-def check_model(owner: str, model: Any, tensors: Tensors, ops: FrameworkOps[Any]) -> None:
+def check_model(owner: str, model: Any) -> None:
     """Refuse models whose results depend on the number of processes."""
     modules = model.modules() if hasattr(model, "modules") else model.sublayers(include_self=True)
     if any("SyncBatchNorm" in base.__name__ for each in modules for base in type(each).__mro__):
         raise ConfigError(
             f"{owner}: SyncBatchNorm exchanges values in forward, which virtual ranks make in turn.",
             hint='BatchNorm, with buffers={"*running*": "average"} for its statistics; or no virtual_ranks',
-            argument="virtual_ranks",
-        )
-    sparse = [name for name in tensors.all_names if name not in tensors.names]
-    if names := sparse or list(getattr(tensors, "sparse", ())):
-        raise ConfigError(
-            f"{owner}: virtual_ranks does not know sparse gradients.",
-            seen=shorten([str(name) for name in names]),
-            hint="sparse=False",
             argument="virtual_ranks",
         )

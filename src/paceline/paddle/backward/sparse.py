@@ -1,13 +1,16 @@
 """Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
 
-Every rank gets every rank's rows, in rank order, each value times that rank's fraction of the total weight. A
-row that several ranks touched occurs several times; Paddle's optimizers add these up, as they do for a word
-that occurs twice in one batch.
+Every rank gets every rank's rows, in rank order (with virtual ranks, in their order), each value times that
+rank's fraction of the total weight. A row that several ranks touched occurs several times; Paddle's
+optimizers add these up, as they do for a word that occurs twice in one batch.
 """
 
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,14 @@ from paceline.paddle import internals
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.reducer.communicator import Communicator
 
+_HEADER = struct.Struct("<d??qqq")
+
 
 class SparseMeans:
     """Averages the sparse gradients of one model.
 
     Attributes:
+        indices: The parameters that have them.
         squared_norm: Always 0: norms do not include sparse gradients.
         nonfinite: (rank, parameter) of each gradient that was not finite in the last backward.
     """
@@ -32,63 +38,94 @@ class SparseMeans:
 
     def __init__(self, tensors: ManagedTensors, communicator: Communicator[paddle.Tensor]) -> None:
         self.nonfinite: list[tuple[int, int]] = []
-        self._first = len(tensors.names)
         self._parameters = tensors.sparse
+        first = len(tensors.names)
+        self.indices = range(first, first + len(tensors.sparse))
         self._communicator = communicator
 
-    def __len__(self) -> int:
-        return len(self._parameters)
+    def pack(self, weight: float, *, has_data: bool = True) -> list[bytes]:
+        return [_pack(parameter, weight) for parameter in self._parameters.values()]
 
-    def average(self, weight: float, *, has_data: bool) -> None:
+    def average(self, packed: Sequence[list[bytes]]) -> None:
         """Collective."""
         self.nonfinite = []
-        for index, (name, parameter) in enumerate(self._parameters.items(), self._first):
-            ranks = average_rows(parameter, name, self._communicator, weight)
-            self.nonfinite += [(rank, index) for rank in ranks]
+        for number, (name, parameter) in enumerate(self._parameters.items()):
+            payloads = self._communicator.all_gather(b"".join(each[number] for each in packed))
+            by_rank = [list(_unpack(payload, _dtype_of(parameter))) for payload in payloads]
+            _check(name, by_rank)
+            self.nonfinite += [
+                (rank, self.indices[number])
+                for rank, parts in enumerate(by_rank)
+                if not all(np.isfinite(part.values).all() for part in parts)
+            ]
+            _replace_by_mean(parameter, [part for parts in by_rank for part in parts])
 
 
-def average_rows(
-    parameter: paddle.Tensor, name: str, communicator: Communicator[paddle.Tensor], weight: float = 1.0
-) -> list[int]:
-    """Replace the sparse gradient of `parameter` by its weighted mean over the ranks. Collective.
+@dataclass(frozen=True)
+class _Rows:
+    """A gradient of one parameter: the rows that it has, and their values. It may be none.
 
-    A rank without a gradient contributes no rows, and gets every rank's; its weight counts all the same.
-
-    Returns:
-        The ranks whose rows hold an infinity or a NaN.
+    Attributes:
+        shape: Of the parameter: the number of rows, and the elements of each.
     """
+
+    weight: float
+    is_given: bool
+    is_dense: bool
+    shape: tuple[int, int]
+    rows: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+
+def _dtype_of(parameter: paddle.Tensor) -> np.dtype[Any]:
+    return np.dtype(str(parameter.dtype).removeprefix("paddle."))
+
+
+def _pack(parameter: paddle.Tensor, weight: float) -> bytes:
+    """Its gradient, with the weight, which counts even if there is none."""
     gradient = internals.gradient_of(parameter)
     is_dense = gradient is not None and not internals.is_sparse(gradient)
-    width = [int(size) for size in parameter.shape[1:]]
-    counts_here = gradient is not None and not is_dense and weight != 0.0
-    rows, values = internals.rows_of(gradient) if counts_here else ([], np.empty((0, *width), np.float32))
-    height = int(parameter.shape[0])
-    is_given = gradient is not None
-    facts = communicator.gather(
-        np.array([len(rows), weight, is_dense, height, math.prod(width), is_given], np.float64)
-    )
-    counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
-    if facts[:, 2].any():
-        raise _dense_error(name, np.flatnonzero(facts[:, 2]).tolist(), len(facts))
-    if (facts[:, 3:5] != facts[0, 3:5]).any():  # a row number of one rank may not exist on another
-        raise _shape_error(name, facts[:, 3:5].astype(int).tolist())
-    most = int(counts.max())
-    dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
-    if most == 0:
-        if facts[:, 5].any() and height:
+    height, *width = (int(size) for size in parameter.shape)
+    counts = gradient is not None and not is_dense and weight != 0.0
+    rows, values = internals.rows_of(gradient) if counts else ([], np.empty(0, _dtype_of(parameter)))
+    head = _HEADER.pack(weight, gradient is not None, is_dense, height, math.prod(width), len(rows))
+    return b"".join((head, np.array(rows, np.int64).tobytes(), values.tobytes()))
+
+
+def _unpack(payload: bytes, dtype: np.dtype[Any]) -> Iterator[_Rows]:
+    end = 0
+    while end < len(payload):
+        weight, is_given, is_dense, height, width, count = _HEADER.unpack_from(payload, end)
+        rows = np.frombuffer(payload, np.int64, count, end + _HEADER.size)
+        begin = end + _HEADER.size + rows.nbytes
+        values = np.frombuffer(payload, dtype, count * width, begin).reshape(count, width)
+        end = begin + values.nbytes
+        yield _Rows(weight, is_given, is_dense, (height, width), rows, values)
+
+
+def _check(name: str, by_rank: Sequence[Sequence[_Rows]]) -> None:
+    dense = [rank for rank, parts in enumerate(by_rank) if any(part.is_dense for part in parts)]
+    if dense:
+        raise _dense_error(name, dense, len(by_rank))
+    shapes = [parts[0].shape for parts in by_rank]
+    if len(set(shapes)) > 1:  # a row number of one rank may not exist on another
+        raise _shape_error(name, [list(shape) for shape in shapes])
+
+
+def _replace_by_mean(parameter: paddle.Tensor, parts: Sequence[_Rows]) -> None:
+    """Replace its gradient by the weighted mean of these, one after the other."""
+    height, *width = (int(size) for size in parameter.shape)
+    rows = np.concatenate([part.rows for part in parts])
+    if not len(rows):
+        if height and any(part.is_given for part in parts):
             # Optimizers distinguish zeros from no gradient, and Paddle's SGD divides by the number of rows.
-            _replace(parameter, [0], np.zeros((1, *width), dtype))
-        return []
-    padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
-    padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
-    all_rows, all_values = communicator.gather(padded_rows), communicator.gather(padded_values)
-    rows = np.concatenate([part[:count] for part, count in zip(all_rows, counts)]).tolist()
-    parts = [part[:count] for part, count in zip(all_values, counts)]
+            _replace(parameter, [0], np.zeros((1, *width), _dtype_of(parameter)))
+        return
     with _core.DefaultFloats():  # every rank computes the mean itself, and all must get the same bits
-        shares = (weights / weights.sum()).astype(dtype)
-        mean = np.concatenate([part * share for part, share in zip(parts, shares)])
-    _replace(parameter, rows, mean)
-    return [rank for rank, part in enumerate(parts) if not np.isfinite(part).all()]
+        weights = np.array([part.weight for part in parts])
+        shares = (weights / weights.sum()).astype(_dtype_of(parameter))
+        mean = np.concatenate([part.values * share for part, share in zip(parts, shares)])
+    _replace(parameter, rows.tolist(), mean.reshape(-1, *width))
 
 
 def _replace(parameter: paddle.Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:

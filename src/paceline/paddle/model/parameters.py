@@ -190,6 +190,12 @@ class ManagedTensors:
                     expected=", ".join(DTYPES),
                     got=dtype_name(parameter.dtype),
                 )
+        if narrow := [name for name, p in self.sparse.items() if ITEMSIZES[dtype_name(p.dtype)] < 4]:
+            raise ConfigError(
+                "DataParallel: sparse gradients of 16 bits are not averaged: Paddle gives only their bits.",
+                seen=shorten(narrow),
+                hint="make the embedding with sparse=False, or in float32",
+            )
         self._check_places()
 
     def _check_places(self) -> None:

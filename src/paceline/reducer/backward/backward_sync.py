@@ -98,7 +98,8 @@ class BackwardSync(Generic[AnyAutograd]):
         self.state.arm, self.state.give_up = self._arm, self._give_up_interrupted
         lifetime.before_leaving(self._warn_at_exit)
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
-        self._has_sparse = len(self.sparse) > 0
+        self._has_sparse = len(self.sparse.indices) > 0
+        self._packed: Sequence[Any] = ()  # the sparse gradients of the micro-batches of a step
         self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
         self.micro_batches, self.buffers, self.notes = (
             front_end.micro_batches,
@@ -601,7 +602,8 @@ class BackwardSync(Generic[AnyAutograd]):
                 note(_WROTE_BACK, number, 0)
             if self.active and self._has_sparse:
                 conclusion.stage = stages.IN_SPARSE
-                self.sparse.average(state.rank_weight, has_data=not state.status.finished)
+                has_data = not state.status.finished
+                self.sparse.average(self._packed or [self.sparse.pack(state.rank_weight, has_data=has_data)])
                 self._judge.judge_nonfinite(self.sparse.nonfinite)
             conclusion.stage = stages.STEPS
         if conclusion.stage == stages.STEPS:
@@ -858,12 +860,13 @@ class BackwardSync(Generic[AnyAutograd]):
         self.state.accumulated.clear()
         return has_any, self.micro_batches.take()
 
-    def average_sums(self, sums: Mapping[int, Any], weight: float) -> None:
+    def average_sums(self, sums: Mapping[int, Any], weight: float, packed: Sequence[Any]) -> None:
         """Average given sums, with the same end as that of a backward. Collective.
 
         Args:
             sums: This rank's sum(w * g) of each parameter, by index; None stands for zeros.
             weight: sum(w).
+            packed: The sparse gradients of each micro-batch, as `Sparse.pack` returned them.
         """
         state = self.state
         self.autograd.prepare()
@@ -882,7 +885,11 @@ class BackwardSync(Generic[AnyAutograd]):
         except BaseException:
             self._interrupt()
             raise
-        self._end_now()
+        self._packed = packed
+        try:
+            self._end_now()
+        finally:
+            self._packed = ()
 
     def break_off(self) -> None:
         """Discard a step that an exception or a `break` ended, with its gradients."""

@@ -161,10 +161,20 @@ class Sparse(Protocol):
     squared_norm: float
     nonfinite: list[tuple[int, int]]
 
-    def __len__(self) -> int: ...
+    @property
+    def indices(self) -> Collection[int]:
+        """The parameters that have sparse gradients."""
+        ...
 
-    def average(self, weight: float, *, has_data: bool) -> None:
-        """Replace the sparse gradients by their weighted means. Collective."""
+    def pack(self, weight: float, *, has_data: bool = True) -> Any:
+        """This rank's sparse gradients with their weight, in memory of their own."""
+        ...
+
+    def average(self, packed: Sequence[Any]) -> None:
+        """Replace the sparse gradients by the weighted means of what all ranks have packed. Collective.
+
+        Values are added in the order of ranks, and those of a rank in its order.
+        """
         ...
 
 

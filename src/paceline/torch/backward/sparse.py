@@ -1,14 +1,14 @@
 """Averages sparse gradients: gathers the rows of all ranks, and computes their mean.
 
-Every rank gets the rows of all ranks in rank order and adds them in the same way, so the means have the same
-bits on all ranks. If the gradient of one rank is dense (because the embedding's weight is used elsewhere,
-too), the mean is dense on all ranks.
+Every rank gets the rows of all ranks in rank order (with virtual ranks, of all these in order) and adds them
+in the same way, so the means have the same bits on all ranks. If the gradient of one rank is dense (because
+the embedding's weight is used elsewhere, too), the mean is dense on all ranks.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<d??qq")
 
 @dataclass(frozen=True)
 class _Rows:
-    """One rank's gradient of one parameter: `values` of the rows `indices`. It may have no gradient."""
+    """A gradient of one parameter: `values` of the rows `indices`. It may be none."""
 
     weight: float
     is_given: bool
@@ -35,6 +35,7 @@ class SparseMeans:
     """Averages the sparse gradients of one model.
 
     Attributes:
+        indices: The parameters that have them.
         squared_norm: The squared norm of the last backward's means.
         nonfinite: (rank, parameter) of each gradient of the last backward that was not finite.
     """
@@ -42,17 +43,19 @@ class SparseMeans:
     def __init__(
         self, parameters: Sequence[tuple[int, torch.Tensor]], communicator: Communicator[torch.Tensor]
     ) -> None:
+        self.indices = {index for index, _ in parameters}
         self._parameters = parameters
         self._communicator = communicator
         self.squared_norm = 0.0
         self.nonfinite: list[tuple[int, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._parameters)
+    @torch.no_grad()
+    def pack(self, weight: float, *, has_data: bool = True) -> list[bytes]:
+        return [_pack(parameter.grad if has_data else None, weight) for _, parameter in self._parameters]
 
     @torch.no_grad()
-    def average(self, weight: float, *, has_data: bool) -> None:
-        """Replace each .grad by the weighted mean over ranks. Collective.
+    def average(self, packed: Sequence[list[bytes]]) -> None:
+        """Replace each .grad by the weighted mean of what all ranks have packed. Collective.
 
         A .grad that no rank has stays None.
 
@@ -60,14 +63,15 @@ class SparseMeans:
             Rank 0 has row 1 with [2], rank 1 row 4 with [6]; both get rows 1 and 4 with [1] and [3].
         """
         self.squared_norm, self.nonfinite = 0.0, []
-        for index, parameter in self._parameters:
-            payloads = self._communicator.all_gather(_pack(parameter.grad if has_data else None, weight))
-            rows = [_unpack(payload, parameter) for payload in payloads]
+        for number, (index, parameter) in enumerate(self._parameters):
+            payloads = self._communicator.all_gather(b"".join(each[number] for each in packed))
+            by_rank = [list(_unpack(payload, parameter)) for payload in payloads]
             self.nonfinite += [
                 (rank, index)
-                for rank, part in enumerate(rows)
-                if part.weight and not torch.isfinite(part.values).all()
+                for rank, parts in enumerate(by_rank)
+                if any(part.weight and not torch.isfinite(part.values).all() for part in parts)
             ]
+            rows = [part for parts in by_rank for part in parts]
             if any(part.is_given for part in rows):  # also without rows: for optimizers that is not None
                 # Every rank computes the mean for itself, and all must get the same bits.
                 with _core.DefaultFloats():
@@ -94,15 +98,21 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(flat.numpy().tobytes())
 
 
-def _unpack(payload: bytes, parameter: torch.Tensor) -> _Rows:
-    weight, is_given, is_dense, count, numel = _HEADER.unpack_from(payload)
-    if not count:
-        empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu")
-        return _Rows(weight, is_given, is_dense, torch.empty(0, dtype=torch.int64, device="cpu"), empty)
-    memory = bytearray(payload[_HEADER.size :])
-    indices = torch.frombuffer(memory, dtype=torch.int64, count=count)
-    values = torch.frombuffer(memory, dtype=parameter.dtype, count=numel, offset=8 * count)
-    return _Rows(weight, is_given, is_dense, indices, values.view(count, *parameter.shape[1:]))
+def _unpack(payload: bytes, parameter: torch.Tensor) -> Iterator[_Rows]:
+    end = 0
+    while end < len(payload):
+        weight, is_given, is_dense, count, numel = _HEADER.unpack_from(payload, end)
+        begin = end + _HEADER.size
+        end = begin + 8 * count + numel * parameter.element_size()
+        if not count:
+            empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu")
+            no_rows = torch.empty(0, dtype=torch.int64, device="cpu")
+            yield _Rows(weight, is_given, is_dense, no_rows, empty)
+            continue
+        memory = bytearray(payload[begin:end])
+        indices = torch.frombuffer(memory, dtype=torch.int64, count=count)
+        values = torch.frombuffer(memory, dtype=parameter.dtype, count=numel, offset=8 * count)
+        yield _Rows(weight, is_given, is_dense, indices, values.view(count, *parameter.shape[1:]))
 
 
 def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
