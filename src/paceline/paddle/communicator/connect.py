@@ -14,7 +14,7 @@ from paceline.paddle.communicator.find_peers import DEFAULT_OWNER, LonePeers, Pa
 from paceline.paddle.communicator.hosts import MOST_HOSTS, join_hosts
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.ops import OPS
-from paceline.reducer.between_hosts import hosts_communicator
+from paceline.reducer.between_hosts import choose_communicator
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator, GroupCommunicator, MemoryCommunicator
 
@@ -36,7 +36,7 @@ def connect(
         if on_host and reduce_through != "group":
             return MemoryCommunicator(peers.share_hosts().host_group, OPS, MemoryCalls)
         return GroupCommunicator(LoneCalls(on_host=on_host), OPS)
-    communicator = hosts_communicator.connect(
+    communicator = choose_communicator.connect(
         peers,
         OPS,
         owner=DEFAULT_OWNER if between_hosts is None else between_hosts.owner,

@@ -14,11 +14,12 @@ from paceline.health.peer_monitor import (
     MemorySource,
     PeerMonitor,
 )
-from paceline.reducer.between_hosts import hosts_communicator
+from paceline.reducer.between_hosts import choose_communicator
+from paceline.reducer.between_hosts.choose_communicator import check_group
 from paceline.reducer.between_hosts.compressed_sums import CodedSums
 from paceline.reducer.between_hosts.device_shards import DeviceShards, Place, plan_of_shards, take_over
 from paceline.reducer.between_hosts.hierarchical import Hosts
-from paceline.reducer.between_hosts.hosts_communicator import HostReducers, check_group
+from paceline.reducer.between_hosts.hosts_communicator import HostReducers
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
 from paceline.reducer.comm_hooks import CommHook
@@ -57,7 +58,7 @@ def connect(
         peers.calls.peer_monitor = PeerMonitor(MemorySource(core))
         return peers.calls
 
-    return hosts_communicator.connect(
+    return choose_communicator.connect(
         peers,
         OPS,
         owner=between_hosts.owner,
