@@ -19,8 +19,8 @@ from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import calls as calls_module  # noqa: E402
 from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
+from paceline.torch.communicator.device_nonfinite import FiniteChecks  # noqa: E402
 from paceline.torch.communicator.flat_buckets import ProcessGroupTransport  # noqa: E402
-from paceline.torch.communicator.nonfinite import FiniteChecks  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from paceline.torch.ops import OPS  # noqa: E402
 

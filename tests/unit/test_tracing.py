@@ -23,10 +23,10 @@ from paceline.errors import ConfigError
 from paceline.trace import chrome, cli, jobs, ring_file
 from paceline.trace.batches import samples_in
 from paceline.trace.clocks import ahead_ns, on_one_clock
-from paceline.trace.last_backwards import render
 from paceline.trace.recording import Recording
 from paceline.trace.records import Event, Record, backward_id, pack, unpack
 from paceline.trace.ring_file import RankHeader, RankRecording
+from paceline.trace.table import render
 from paceline.trace.timeline import Slice, last_to_arrive, make_timeline, nested
 
 MS = 1_000_000

@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.health.stop_signals import stop_signals
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
-from paceline.reducer.backward.micro_batches import as_weight
+from paceline.reducer.backward.micro_batch_weights import as_weight
 from paceline.reducer.backward.statistics import Statistics
 from paceline.reducer.backward.uneven import take_over_model, take_part_until_all_finished
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits

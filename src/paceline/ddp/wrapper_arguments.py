@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
-from paceline.reducer.backward.micro_batches import as_weight
+from paceline.reducer.backward.micro_batch_weights import as_weight
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.compressed_sums import ENCODINGS
 from paceline.reducer.buffer_policy import check_policies

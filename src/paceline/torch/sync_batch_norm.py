@@ -20,7 +20,7 @@ from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward.exchanges import ExchangeWeight
-from paceline.reducer.backward.micro_batches import MicroBatchWeights
+from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.communicator import Communicator
 from paceline.torch.communicator.calls import Patience, exchange_over, keep

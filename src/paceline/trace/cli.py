@@ -9,9 +9,9 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.trace import chrome, jobs
-from paceline.trace.last_backwards import render
 from paceline.trace.ring_file import printable
 from paceline.trace.slow_ranks import AT_THE_END, slow_ranks, whole_spans
+from paceline.trace.table import render
 
 _DESCRIPTION = """\
 Show the last backward passes of all ranks of a job, while it runs or after it has failed. Without a job, list

@@ -22,7 +22,7 @@ from paceline.paddle import internals
 from paceline.paddle.backward import graphs
 from paceline.paddle.backward.gradients import Gradients
 from paceline.paddle.backward.graphs import calls, listen, may_hide_tensors, tensors_in
-from paceline.paddle.backward.micro_batches import PaddleWeights
+from paceline.paddle.backward.micro_batch_weights import PaddleWeights
 from paceline.paddle.backward.sparse import SparseMeans
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.gradient_stand_in import Scattered

@@ -10,7 +10,7 @@ import paddle
 
 from paceline.paddle import internals
 from paceline.reducer.backward.exchanges import names_a_collective, names_one, nodes_from
-from paceline.reducer.backward.micro_batches import MicroBatchWeights
+from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 
 if TYPE_CHECKING:
     from paceline.reducer.backward.backward_sync import BackwardSync

@@ -20,7 +20,7 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 from paceline.errors import ConfigError
-from paceline.reducer.backward.micro_batches import SCALE_THE_LOSS, MicroBatchWeights, living
+from paceline.reducer.backward.micro_batch_weights import SCALE_THE_LOSS, MicroBatchWeights, living
 
 # How names of collectives begin: all_gather_into_tensor, Allreduce, _reduce_scatter_base.
 _COLLECTIVES = ("allgather", "allreduce", "alltoall", "reducescatter", "batchisendirecv")

@@ -43,7 +43,7 @@ from paceline.torch.backward.graphs import (
     tensors_in,
 )
 from paceline.torch.backward.last_hooks import LastHooks
-from paceline.torch.backward.micro_batches import TorchWeights
+from paceline.torch.backward.micro_batch_weights import TorchWeights
 from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.backward.sampled_times import SampledTimes, profiled
 from paceline.torch.backward.sparse import SparseMeans

@@ -17,7 +17,7 @@ from paceline.reducer.comm_hooks import HookedBuckets
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group import Transport
-from paceline.torch.communicator.nonfinite import FiniteChecks
+from paceline.torch.communicator.device_nonfinite import FiniteChecks
 from paceline.torch.communicator.streams import Streams
 from paceline.torch.model.parameters import DTYPES
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline import _core
 from paceline.reducer.backward.exchanges import nodes_from
-from paceline.reducer.backward.micro_batches import MicroBatchWeights
+from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 from paceline.reducer.backward.state import RUNNING, BackwardState, Graph
 from paceline.torch.backward.exchanges import find_exchanges
 from paceline.torch.backward.graphs import (
