@@ -238,6 +238,8 @@ def test_what_depends_on_the_number_of_processes_is_refused(group: Group) -> Non
 
     with pytest.raises(ConfigError, match="SyncBatchNorm"):
         wrap(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)))
+    with pytest.raises(ConfigError, match="max_norm"):
+        wrap(nn.Embedding(4, 2, max_norm=1.0))
     for name, value in (
         ("reduce_through", "group"),
         ("static_graph", True),

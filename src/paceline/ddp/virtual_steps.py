@@ -321,12 +321,20 @@ def checked_steps(owner: str, seed: Any, threads: Any) -> tuple[int, int]:
     )
 
 
-def check_model(owner: str, model: Any) -> None:
+def check_model(owner: str, model: Any, ops: FrameworkOps[Any]) -> None:
     """Refuse models whose results depend on the number of processes."""
     modules = model.modules() if hasattr(model, "modules") else model.sublayers(include_self=True)
     if any("SyncBatchNorm" in base.__name__ for each in modules for base in type(each).__mro__):
         raise ConfigError(
             f"{owner}: SyncBatchNorm exchanges values in forward, which virtual ranks make in turn.",
             hint='BatchNorm, with buffers={"*running*": "average"} for its statistics; or no virtual_ranks',
+            argument="virtual_ranks",
+        )
+    if rescaled := [seen for seen, _ in ops.rescaled(model)]:
+        raise ConfigError(
+            f"{owner}: an embedding with max_norm writes to its weight in forward, which virtual ranks make "
+            "in turn.",
+            seen="; ".join(rescaled),
+            hint="no max_norm, but rescale the weight after optimizer.step(); or no virtual_ranks",
             argument="virtual_ranks",
         )

@@ -160,7 +160,7 @@ class WrappedModel:
         if peers.world_size > 1:
             check_agreement(ModelDescription(parameters, buffers, options), peers.exchange, peers.timeout_s)
         if self._config.virtual_ranks is not None:
-            check_model(type(self).__name__, self.module)
+            check_model(type(self).__name__, self.module, self._ops)
 
     def _begin_sync(self, *, is_first: bool = True) -> Any:
         """Connect the ranks, sync the parameters, and prepare to average gradients. Collective."""
