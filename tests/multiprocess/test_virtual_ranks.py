@@ -58,7 +58,6 @@ def train_over_hosts(rank: int, kind: str, hosts: tuple[int, ...]) -> str:
         ("averaged", (0, 1, 2)),
         ("words", (0, 1, 0)),
         ("half", (0, 0, 0, 1)),
-        ("half", (0, 1, 0)),
     ],
 )
 def test_several_hosts_have_those_bits_too(kind: str, hosts: tuple[int, ...]) -> None:
