@@ -72,6 +72,15 @@ def test_most_of_a_job_is_reported_if_it_is_idle() -> None:
     assert clock.run(busy_until=550, is_most=True) == [None]
 
 
+def test_time_in_which_its_output_was_not_read_is_no_idle_time() -> None:
+    """Also the time between the last look at the blocked rank and the moment when its output was read."""
+    clock = Clock()
+    clock.watch.begin([7], is_most=True)
+    for is_unread, has_hung in ((True, False), (False, False), (False, True)):
+        clock.now += 400
+        assert clock.watch.look([7], is_unread=is_unread)[1] == has_hung
+
+
 def test_another_end_begins_anew() -> None:
     clock = Clock()
     clock.watch.begin([7])

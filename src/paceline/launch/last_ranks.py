@@ -34,6 +34,7 @@ class LastRanks:
         self._since: float | None = None  # when a rank last ended; None: all ranks run
         self._is_most = False  # most of the job runs
         self._idle_since = 0.0
+        self._was_unread = False  # at the last look
         self._sample = (0.0, 0.0)  # a time, and the processor time used until then
         self._num_reports = 0
 
@@ -56,7 +57,8 @@ class LastRanks:
         """Check these ranks, if it is time to.
 
         Args:
-            is_unread: Their output is not read, so they may be blocked: such time does not count as idle.
+            is_unread: Their output is not read, so they may be blocked. The time until the next call then
+                does not count as idle, nor does the time since the last call.
 
         Returns:
             The number of seconds after which to report them, if a report is due now (else None), and whether
@@ -66,8 +68,9 @@ class LastRanks:
             return None, False
         now, used = self._now(), self._used(pids)
         sampled_at, used_before = self._sample
-        if is_unread or used - used_before > _IDLE_SHARE * (now - sampled_at):
+        if is_unread or self._was_unread or used - used_before > _IDLE_SHARE * (now - sampled_at):
             self._idle_since = now
+        self._was_unread = is_unread
         self._sample = (now, used)
         after_s = self._next_report_s()
         is_due = now >= self._since + after_s
