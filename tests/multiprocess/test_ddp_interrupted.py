@@ -162,7 +162,7 @@ def test_the_end_of_an_interrupted_backward_does_not_affect_the_next_one(
         kept.append(EndOfBackward(*arguments))
         return kept[-1]
 
-    for module in ("backward_sync", "micro_batches"):
+    for module in ("backward_sync", "micro_batch_weights"):
         monkeypatch.setattr(f"paceline.reducer.backward.{module}.EndOfBackward", keep)
     model = Model(hides=False)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
