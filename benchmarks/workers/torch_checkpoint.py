@@ -58,10 +58,12 @@ class SavedRun:
         began = time.perf_counter()
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.copy_(tensor)
-        copied = time.perf_counter()
+        copy_s = time.perf_counter() - began
+        dist.barrier()  # a step ends on all ranks at once, and so does not wait for a rank that copies longer
+        began = time.perf_counter()
         self._checkpointer.step()
         self._checkpointer.save()
-        return {"copy_s": copied - began, "held_up_s": time.perf_counter() - copied}
+        return {"copy_s": copy_s, "held_up_s": time.perf_counter() - began}
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
