@@ -230,8 +230,9 @@ def test_sparse_tensors_are_added_up(rank):
         numbers = torch.randint(-9, 9, (20, 4, 3), generator=generator).to(dtype)
         numbers[torch.rand(20, 4, generator=generator) < 0.7] = 0
         at = torch.tensor([[1, 1, rank]])
-        twice = torch.sparse_coo_tensor(at, numbers[:3, 0, 0], (5,), check_invariants=True)
-        empty = torch.sparse_coo_tensor(size=(5,), dtype=dtype, check_invariants=True)
+        with torch.sparse.check_sparse_tensor_invariants():
+            twice = torch.sparse_coo_tensor(at, numbers[:3, 0, 0], (5,))
+            empty = torch.sparse_coo_tensor(size=(5,), dtype=dtype)
         return [numbers.to_sparse(), numbers.to_sparse(1), twice, (empty if rank else twice).clone(), empty]
 
     with torch_group(rank):

@@ -192,7 +192,8 @@ def give_rows(
     rows = np.unique(np.concatenate([rows for rows, _, _ in leaves]))
     mean = tensor(added[rows] / np.float32(total), parameter.dtype)
     where = torch.from_numpy(rows[None])
-    parameter.grad = torch.sparse_coo_tensor(where, mean, parameter.shape, check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        parameter.grad = torch.sparse_coo_tensor(where, mean, parameter.shape)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -44,7 +44,9 @@ def all_reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout_s: f
         counts = [int(row[0]) for row in shapes]
         indices = _gather_entries(core, own.indices().t(), counts, timeout_s)
         values = _gather_entries(core, own.values(), counts, timeout_s)
-        total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False).coalesce()
+        # Not by an argument of the call, with which torch 2.11 and 2.12 warn nevertheless.
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+            total = torch.sparse_coo_tensor(indices.t(), values, own.shape).coalesce()
         with torch.no_grad():
             tensor.copy_(total)
 
