@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_two_shells_are_two_hosts(host: str, numbers: tuple[int | None, ...], tm
         )
     done = [launcher.communicate(timeout=WITHIN_S) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], done
-    outputs = [output for output, _ in done]
+    # Gloo of torch before 2.11 writes a line about its connections there.
+    outputs = [re.sub(r"^\[Gloo\].*\n", "", output, flags=re.MULTILINE) for output, _ in done]
     assert sorted(outputs) == [f"rank {rank} of 2, 0 here: 1.5\n" for rank in range(2)], done
     if None not in numbers:
         assert [f"rank {number} of 2" in output for number, output in zip(numbers, outputs)] == [True, True]

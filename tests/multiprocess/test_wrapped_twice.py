@@ -80,8 +80,9 @@ def test_a_failed_forward_of_replicate_does_not_affect_later_forwards(rank: int)
         inner.zero_grad()
         (inner(torch.ones(1, 2)).sum() * (1 + rank)).backward()
         assert_close(inner.module.bias.grad, torch.tensor([1.5]))
-        with pytest.raises(ConfigError, match=r"replicate\(\) is around"):
-            replicate(Both(inner))(torch.ones(1, 2))
+        if torch.__version__ >= "2.11":  # since then it names that wrapper, so each forward of ours can look
+            with pytest.raises(ConfigError, match=r"replicate\(\) is around"):
+                replicate(Both(inner))(torch.ones(1, 2))
 
 
 @kept_ranks(2, group="gloo")
