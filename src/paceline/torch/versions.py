@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline import versions
 
 OLDEST = (2, 6)
-TESTED = (2, 6), (2, 7), (2, 8), (2, 9), (2, 13), (2, 14), (2, 15)
+TESTED = (2, 6), (2, 7), (2, 8), (2, 9), (2, 10), (2, 11), (2, 12), (2, 13), (2, 14), (2, 15)
 
 
 def check() -> None:
