@@ -63,8 +63,15 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(message)
     pid = int.from_bytes(server.recv(8), "big")
     server.settimeout(None)
+
+    def forward(number, _):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it has just ended, as this process is about to
+            pass
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, forward)
     ended = server.recv(8)
 status = int.from_bytes(ended, "big", signed=True) if ended else -signal.SIGKILL
 if status < 0:
