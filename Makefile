@@ -48,7 +48,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscop
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(PYTEST) $(ARGS)
 
-# Slower than `make test` by half. A rank that is killed leaves no data, so lines of its last moments are missing.
+# Takes twice as long as `make test`. A rank that is killed leaves no data.
 coverage: $(VENV)/.core $(VENV)/.paddle $(VENV)/.coverage ## Report which lines and branches of src/paceline the tests run; fifteen minutes
 	@rm -rf build/coverage && mkdir -p build/coverage
 	@$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) $(ARGS) || echo 'Some tests have failed; the figures are without what they would run'
