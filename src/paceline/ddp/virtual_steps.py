@@ -332,8 +332,8 @@ def check_model(owner: str, model: Any, ops: FrameworkOps[Any]) -> None:
         )
     if rescaled := [seen for seen, _ in ops.rescaled(model)]:
         raise ConfigError(
-            f"{owner}: an embedding with max_norm writes to its weight in forward, which virtual ranks make "
-            "in turn.",
+            f"{owner}: an embedding with max_norm rescales its weight in each forward, so the result would "
+            "depend on the number of processes.",
             seen="; ".join(rescaled),
             hint="no max_norm, but rescale the weight after optimizer.step(); or no virtual_ranks",
             argument="virtual_ranks",

@@ -62,7 +62,7 @@ class LastRanks:
 
         Returns:
             The number of seconds after which to report them, if a report is due now (else None), and whether
-            they were idle for the whole time-out. Without `pids`, the last rank has just ended: neither.
+            they were idle for the whole time-out. Neither if `pids` is empty, because all ranks have ended.
         """
         if not pids or self._since is None or self.seconds_to_look() != 0.0:
             return None, False

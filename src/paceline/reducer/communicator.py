@@ -403,14 +403,17 @@ def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:
 
     The first call gathers the lengths and the beginnings; a second one is made if any payload is longer.
     """
-    first = np.zeros(_FIRST_BYTES, np.uint8)
-    beginning = (len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)[:_FIRST_BYTES]
-    first[: len(beginning)] = np.frombuffer(beginning, np.uint8)
-    rows = gather(first)
+    beginning = payload[: _FIRST_BYTES - _LENGTH_BYTES]
+    rows = gather(_padded(len(payload).to_bytes(_LENGTH_BYTES, "little") + beginning, _FIRST_BYTES))
     lengths = rows[:, :_LENGTH_BYTES].copy().view("<i8").ravel()
     rows, longest = rows[:, _LENGTH_BYTES:], int(lengths.max())
     if longest > rows.shape[1]:
-        whole = np.zeros(longest, np.uint8)
-        whole[: len(payload)] = np.frombuffer(payload, np.uint8)
-        rows = gather(whole)
+        rows = gather(_padded(payload, longest))
     return [row[:length].tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def _padded(payload: bytes, size: int) -> np.ndarray[Any, Any]:
+    """A writable array of `size` bytes that begins with the payload."""
+    array = np.zeros(size, np.uint8)
+    array[: len(payload)] = np.frombuffer(payload, np.uint8)
+    return array

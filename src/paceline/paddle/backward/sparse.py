@@ -1,7 +1,7 @@
 """Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
 
-Every rank gets every rank's rows, in rank order (with virtual ranks, in their order), each value times that
-rank's fraction of the total weight. A row that several ranks touched occurs several times; Paddle's
+Every rank gets the rows of all ranks in rank order, or those of all virtual ranks in their order, each value
+times its rank's fraction of the total weight. A row that several ranks touched occurs several times; Paddle's
 optimizers add these up, as they do for a word that occurs twice in one batch.
 """
 
@@ -29,7 +29,7 @@ class SparseMeans:
     """Averages the sparse gradients of one model.
 
     Attributes:
-        indices: The parameters that have them.
+        indices: Those of the parameters that have sparse gradients.
         squared_norm: Always 0: norms do not include sparse gradients.
         nonfinite: (rank, parameter) of each gradient that was not finite in the last backward.
     """
@@ -63,7 +63,7 @@ class SparseMeans:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A gradient of one parameter: the rows that it has, and their values. It may be none.
+    """A gradient of one parameter: the rows that it has, and their values; without `is_given`, there is none.
 
     Attributes:
         shape: Of the parameter: the number of rows, and the elements of each.

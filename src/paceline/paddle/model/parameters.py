@@ -192,7 +192,7 @@ class ManagedTensors:
                 )
         if narrow := [name for name, p in self.sparse.items() if ITEMSIZES[dtype_name(p.dtype)] < 4]:
             raise ConfigError(
-                "DataParallel: sparse gradients of 16 bits are not averaged: Paddle gives only their bits.",
+                "DataParallel cannot average sparse gradients of 16 bits, whose values Paddle does not give.",
                 seen=shorten(narrow),
                 hint="make the embedding with sparse=False, or in float32",
             )

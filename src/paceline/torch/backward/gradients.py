@@ -68,9 +68,7 @@ class Gradients:
         return self._config.gradients_in_buffer
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
-        config = self._config
-        widens = config.virtual_ranks is not None
-        return self._tensors.specs(config.reduce_dtype, complex_as_real=not whole, widens=widens)
+        return self._tensors.specs(self._config, whole=whole)
 
     def adopt(self, reduction: Reduction[torch.Tensor]) -> None:
         moved = self._in_buffer()

@@ -1,8 +1,8 @@
 """Averages sparse gradients: gathers the rows of all ranks, and computes their mean.
 
-Every rank gets the rows of all ranks in rank order (with virtual ranks, of all these in order) and adds them
-in the same way, so the means have the same bits on all ranks. If the gradient of one rank is dense (because
-the embedding's weight is used elsewhere, too), the mean is dense on all ranks.
+Every rank gets the rows of all ranks in rank order, or those of all virtual ranks in their order, and adds
+them in the same way, so the means have the same bits on all ranks. If the gradient of one rank is dense
+(because the embedding's weight is used elsewhere, too), the mean is dense on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<d??qq")
 
 @dataclass(frozen=True)
 class _Rows:
-    """A gradient of one parameter: `values` of the rows `indices`. It may be none."""
+    """A gradient of one parameter: `values` of the rows `indices`; without `is_given`, there is none."""
 
     weight: float
     is_given: bool
@@ -35,7 +35,7 @@ class SparseMeans:
     """Averages the sparse gradients of one model.
 
     Attributes:
-        indices: The parameters that have them.
+        indices: Those of the parameters that have sparse gradients.
         squared_norm: The squared norm of the last backward's means.
         nonfinite: (rank, parameter) of each gradient of the last backward that was not finite.
     """

@@ -111,8 +111,8 @@ def _of_construction(ddp: TorchNames) -> dict[str, Any]:
 
 
 def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
-    is_hooked, widens = ddp._comm_hook is not None, ddp._config.virtual_ranks is not None
-    specs = ddp._tensors.specs(ddp._config.reduce_dtype, complex_as_real=not is_hooked, widens=widens)
+    is_hooked = ddp._comm_hook is not None
+    specs = ddp._tensors.specs(ddp._config, whole=is_hooked)
     first = plan_gradients(specs, ddp._config, None, whole=is_hooked)
     facts: dict[str, Any] = {"bucket_sizes": _sizes(first)}
     backward_sync = ddp._backward_sync

@@ -22,6 +22,7 @@ from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.model_agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
+from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.inner_tensors import (
     form,
     has_no_mean,
@@ -122,27 +123,22 @@ class ManagedTensors:
     def device_kinds(self) -> set[str]:
         return {p.device.type for p in self.trainable}
 
-    def specs(
-        self,
-        reduce_dtype: torch.dtype | None = None,
-        *,
-        complex_as_real: bool = True,
-        widens: bool = False,
-    ) -> list[ParameterSpec]:
+    def specs(self, config: DDPConfig | None = None, *, whole: bool = False) -> list[ParameterSpec]:
         """The parameters for a plan; those with sparse gradients need no place in it.
 
         Args:
-            reduce_dtype: The dtype in which gradients are averaged; None: that of each parameter.
-            complex_as_real: Whether a complex number counts as two real ones.
-            widens: Whether gradients of 16 bits are averaged in float32.
+            config: Says in which dtype gradients are averaged; None: in that of each parameter.
+            whole: Whether a complex number counts as one; else as two real ones.
         """
+        reduce_dtype = None if config is None else config.reduce_dtype
+        widens = config is not None and config.virtual_ranks is not None  # sums of 16 bits are float32
         specs = []
         for index, (name, p) in enumerate(zip(self.names, self.trainable)):
             dtype = p.dtype if p.is_complex() else reduce_dtype or p.dtype
             if widens and dtype.itemsize < 4:
                 dtype = torch.float32
             numel = 0 if index in self.sparse else p.numel()
-            if p.is_complex() and complex_as_real:
+            if p.is_complex() and not whole:
                 dtype, numel = dtype.to_real(), 2 * numel
             specs.append(ParameterSpec(name, numel, dtype_name(dtype), dtype.itemsize, str(p.device)))
         return specs
