@@ -30,7 +30,7 @@ inline constexpr int64_t kHandlerPatienceNs = 2'000'000'000;
 
 /// Releases Python's lock when the call sleeps (or at once), and takes it back
 /// at the call's end or when it needs Python.
-class CallHooks final : public Hooks {
+class CallHooks final : public WaitHooks {
  public:
   CallHooks(HostGroup* group, const nanobind::object& slow,
             const Patience* whose, bool unlock_now)
@@ -98,8 +98,8 @@ class CallHooks final : public Hooks {
   }
 
   /// Looked up once, because thread-local access is slow.
-  Hooks*& slot_ = current_hooks;
-  Hooks* const outer_ = slot_;
+  WaitHooks*& slot_ = current_hooks;
+  WaitHooks* const outer_ = slot_;
   HostGroup* group_;
   const nanobind::object& slow_;
   PyThreadState* saved_ = nullptr;

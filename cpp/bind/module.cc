@@ -14,7 +14,7 @@ NB_MODULE(_core, m) {
   bind_failures(m);
   bind_enumerations(m);
   bind_machine(m);
-  bind_late_threads(m);
+  bind_threads_at_exit(m);
   bind_kernels(m);
   bind_faults(m);
   bind_region(m);

@@ -236,7 +236,8 @@ TransferId PyHostGroup::start_send(Pointer data, size_t bytes, int destination,
                                    uint64_t tag) {
   memory_at(data, bytes, "send");
   return call(bytes, [&](HostGroup& group) {
-    return group.messages.start_send(as_pointer(data), bytes, destination, tag);
+    return group.point_to_point.start_send(as_pointer(data), bytes, destination,
+                                           tag);
   });
 }
 
@@ -244,29 +245,30 @@ TransferId PyHostGroup::start_receive(Pointer data, size_t bytes, int source,
                                       uint64_t tag) {
   memory_at(data, bytes, "recv");
   return call(bytes, [&](HostGroup& group) {
-    return group.messages.start_receive(as_pointer(data), bytes, source, tag);
+    return group.point_to_point.start_receive(as_pointer(data), bytes, source,
+                                              tag);
   });
 }
 
 bool PyHostGroup::test(TransferId id) {
   return call(kUnlockBytes,
-              [&](HostGroup& group) { return group.messages.test(id); });
+              [&](HostGroup& group) { return group.point_to_point.test(id); });
 }
 
 void PyHostGroup::wait(TransferId id, double timeout_s) {
   call(kUnlockBytes,
-       [&](HostGroup& group) { group.messages.wait(id, timeout_s); });
+       [&](HostGroup& group) { group.point_to_point.wait(id, timeout_s); });
 }
 
 int PyHostGroup::source_of_waiting(uint64_t tag) {
   return call(0, [&](HostGroup& group) {
-    return group.messages.source_of_waiting(tag);
+    return group.point_to_point.source_of_waiting(tag);
   });
 }
 
 int PyHostGroup::wait_for_source(uint64_t tag, double timeout_s) {
   return call(0, [&](HostGroup& group) {
-    return group.messages.wait_for_source(tag, timeout_s);
+    return group.point_to_point.wait_for_source(tag, timeout_s);
   });
 }
 
@@ -376,7 +378,7 @@ void bind_host_group(nb::module_& m) {
       .def(
           "forget",
           [](PyHostGroup& g, TransferId id) {
-            return g.group().messages.forget(id);
+            return g.group().point_to_point.forget(id);
           },
           "transfer"_a)
       .def("check_usable",

@@ -10,7 +10,7 @@
 #include "bind/call.h"
 #include "core/cgroup.h"
 #include "core/futex.h"
-#include "core/life.h"
+#include "core/liveness_thread.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -12,8 +12,8 @@
 #include <cstdint>
 
 #include "collectives/turn.h"
-#include "core/control.h"
 #include "core/region_layout.h"
+#include "core/region_words.h"
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"

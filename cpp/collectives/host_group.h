@@ -9,7 +9,7 @@
 
 #include "collectives/calls.h"
 #include "collectives/heap.h"
-#include "collectives/messages.h"
+#include "collectives/point_to_point.h"
 #include "core/region.h"
 #include "core/session.h"
 
@@ -33,7 +33,7 @@ struct HostGroup {
   Session session;
   Calls calls{session};
   Heap heap{calls};
-  Messages messages{session};
+  PointToPoint point_to_point{session};
 };
 
 }  // namespace paceline

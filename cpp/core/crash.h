@@ -25,7 +25,7 @@
 
 #include <cstdint>
 
-#include "core/control.h"
+#include "core/region_words.h"
 #include "core/signal_safe_list.h"
 
 namespace paceline {

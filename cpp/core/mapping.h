@@ -6,9 +6,9 @@
 #include <memory>
 #include <span>
 
-#include "core/control.h"
 #include "core/region.h"
 #include "core/region_layout.h"
+#include "core/region_words.h"
 
 namespace paceline {
 

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/control.h"
+#include "core/region_words.h"
 #include "core/sizes.h"
 
 namespace paceline {

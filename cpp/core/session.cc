@@ -28,7 +28,7 @@ Session::Session(std::shared_ptr<Region> region, int rank,
     : options_(options),
       fork_generation_(fork_generation()),
       mapping_(std::move(region), rank, nonce),
-      transfers_(mapping_) {
+      message_rings_(mapping_) {
   take_place();
 }
 
@@ -111,7 +111,7 @@ void Session::close() {
   if (is_forked()) return;
   // Acquire; pairs with abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) == 0)
-    transfers_.advance_all();
+    message_rings_.advance_all();
   liveness_.reset();
 }
 

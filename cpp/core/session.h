@@ -2,7 +2,7 @@
 // and its end. wait.h has how it waits for other ranks.
 //
 // A session does not handle the data that ranks exchange, except for messages
-// between two ranks: every wait moves those on (transfers.h).
+// between two ranks: every wait moves those on (message_rings.h).
 #pragma once
 
 #include <pthread.h>
@@ -16,14 +16,14 @@
 
 #include "core/atomics.h"
 #include "core/clock.h"
-#include "core/control.h"
 #include "core/failure.h"
 #include "core/futex.h"
-#include "core/hooks.h"
-#include "core/life.h"
+#include "core/liveness_thread.h"
 #include "core/mapping.h"
+#include "core/message_rings.h"
 #include "core/region.h"
-#include "core/transfers.h"
+#include "core/region_words.h"
+#include "core/wait_hooks.h"
 
 namespace paceline {
 
@@ -60,7 +60,7 @@ class Session {
   const Mapping& mapping() const { return mapping_; }
   std::byte* slab(int rank) const { return mapping_.slab(rank); }
   const RankLine& line(int rank) const { return mapping_.line(rank); }
-  Transfers& transfers() { return transfers_; }
+  MessageRings& message_rings() { return message_rings_; }
 
   // --- the state of the group ---
   /// Publishes that this rank raised. The other ranks raise too, and quote the
@@ -140,7 +140,7 @@ class Session {
   const GroupOptions options_;
   const uint32_t fork_generation_;
   const Mapping mapping_;
-  Transfers transfers_;
+  MessageRings message_rings_;
   std::unique_ptr<LivenessThread> liveness_;
   int64_t spin_ns_ = 0;
   int yields_ = 0;

@@ -9,12 +9,12 @@
 
 #include "core/atomics.h"
 #include "core/clock.h"
-#include "core/control.h"
 #include "core/failure.h"
 #include "core/futex.h"
-#include "core/hooks.h"
-#include "core/life.h"
+#include "core/liveness_thread.h"
+#include "core/region_words.h"
 #include "core/session.h"
+#include "core/wait_hooks.h"
 
 namespace paceline {
 
@@ -70,7 +70,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
   int64_t warn_ns = start_ns + warn_after_ns;
   Header& header = mapping_.header();
   RankLine& own = mapping_.own_line();
-  Hooks* const hooks = current_hooks;
+  WaitHooks* const hooks = current_hooks;
   if (hooks != nullptr) hooks->before_block();
   // seq_cst: orders this increment before the load of `word`. The waking rank
   // changes the word before it loads `sleepers`.
@@ -99,7 +99,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
     const uint32_t departures =
         header.departures.load(std::memory_order_seq_cst);
     const uint32_t bell = own.bell.load(std::memory_order_seq_cst);
-    transfers_.advance_all();
+    message_rings_.advance_all();
     if (ready()) return;
     if (closed_) throw Failure{.reason = Reason::kClosed};
 
@@ -117,7 +117,8 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
       if (so_far.culprit < 0) so_far.culprit = r;
       // Acquire: its last message is seen; pairs with LivenessThread::let_go().
       if (line(r).life.load(std::memory_order_acquire) == kLifeLeft) {
-        transfers_.advance_all();  // its last message may have arrived by now
+        // Its last message may have arrived by now.
+        message_rings_.advance_all();
         if (ready()) return;
         abort_group(header, Reason::kLeft, rank(), r);
         fail_from_abort(so_far.waited_s);

@@ -3,7 +3,7 @@
 // gradients are outside the gradient buffer.
 //
 // The memory of a gradient outside the gradient buffer belongs to the
-// framework, which may use it for other gradients, too (overlaps.h). It is read
+// framework, which may use it for other gradients, too (overlapping_gradients.h). It is read
 // when the gradient is marked, and written only when the means of all gradients
 // are in the gradient buffer.
 #pragma once
@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "reducer/overlaps.h"
+#include "reducer/overlapping_gradients.h"
 
 namespace paceline {
 

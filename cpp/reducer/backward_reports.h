@@ -4,7 +4,7 @@
 //
 // Each rank packs its own report. The caller exchanges them and passes in those
 // of all ranks, and the outcome is a function of these. Ranks that share memory
-// do the same there (ending.cc).
+// do the same there (end_of_backward.cc).
 #pragma once
 
 #include <cstddef>

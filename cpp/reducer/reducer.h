@@ -94,14 +94,14 @@
 
 #include "collectives/heap.h"
 #include "core/atomics.h"
-#include "core/control.h"
+#include "core/region_words.h"
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
 #include "reducer/backward_result.h"
 #include "reducer/backward_status.h"
 #include "reducer/backward_times.h"
-#include "reducer/overlaps.h"
+#include "reducer/overlapping_gradients.h"
 #include "reducer/settled_count.h"
 
 namespace paceline {

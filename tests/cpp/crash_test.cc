@@ -19,7 +19,7 @@
 #include "check.h"
 #include "core/clock.h"
 #include "core/futex.h"
-#include "core/life.h"
+#include "core/liveness_thread.h"
 
 namespace paceline {
 namespace {

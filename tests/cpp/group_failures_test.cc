@@ -139,11 +139,11 @@ TEST(a_death_in_a_message) {
       const bool sends = (group.rank() == 1) == (point == Point::kSend);
       if (group.rank() == 2) return;
       const int peer = 1 - group.rank();
-      group.messages.wait(
-          sends
-              ? group.messages.start_send(data.data(), data.size(), peer, 0)
-              : group.messages.start_receive(data.data(), data.size(), peer, 0),
-          -1);
+      group.point_to_point.wait(sends ? group.point_to_point.start_send(
+                                            data.data(), data.size(), peer, 0)
+                                      : group.point_to_point.start_receive(
+                                            data.data(), data.size(), peer, 0),
+                                -1);
     });
   }
 }
@@ -232,8 +232,8 @@ TEST(who_waits_for_a_late_rank_is_not_late_itself) {
                 uint8_t byte = 0;
                 const int other = group.rank() == 0 ? 1 : 2;
                 const double timeout_s = group.rank() == 0 ? 0.3 : 60;
-                group.messages.wait(
-                    group.messages.start_receive(&byte, 1, other, 0),
+                group.point_to_point.wait(
+                    group.point_to_point.start_receive(&byte, 1, other, 0),
                     timeout_s);
               });
               CHECK_EQ(failure.reason, Reason::kDeadline);
@@ -269,8 +269,8 @@ TEST(ranks_that_wait_for_each_other_see_where) {
               const Failure failure = failure_of([&] {
                 if (group.rank() == 0) return barrier(group.calls, 60);
                 uint8_t byte = 0;
-                group.messages.wait(
-                    group.messages.start_receive(&byte, 1, 0, 0), 0.3);
+                group.point_to_point.wait(
+                    group.point_to_point.start_receive(&byte, 1, 0, 0), 0.3);
               });
               CHECK_EQ(failure.reason, Reason::kDeadline);
               for (int r = 0; r < 2; ++r) {
@@ -324,7 +324,7 @@ TEST(a_wait_that_is_over_leaves_nothing) {
 }
 
 TEST(a_wait_is_reported_once_after_the_warning_time) {
-  struct Counting : Hooks {
+  struct Counting : WaitHooks {
     void slow(const Failure& so_far) override {
       ++count;
       named = is_late(so_far, 1);
@@ -341,7 +341,7 @@ TEST(a_wait_is_reported_once_after_the_warning_time) {
                 return;
               }
               Counting hooks;
-              struct Watching : Hooks {
+              struct Watching : WaitHooks {
                 explicit Watching(Counting& c) : counting(c) {}
                 void slow(const Failure& so_far) override {
                   counting.slow(so_far);

@@ -16,15 +16,15 @@ using testing::run_group;
 
 void send(HostGroup& group, const std::vector<uint8_t>& data, int to,
           uint64_t tag = 0) {
-  group.messages.wait(
-      group.messages.start_send(data.data(), data.size(), to, tag), -1);
+  group.point_to_point.wait(
+      group.point_to_point.start_send(data.data(), data.size(), to, tag), -1);
 }
 
 std::vector<uint8_t> receive(HostGroup& group, size_t bytes, int from,
                              uint64_t tag = 0) {
   std::vector<uint8_t> data(bytes, 0xee);
-  group.messages.wait(
-      group.messages.start_receive(data.data(), bytes, from, tag), -1);
+  group.point_to_point.wait(
+      group.point_to_point.start_receive(data.data(), bytes, from, tag), -1);
   return data;
 }
 
@@ -59,13 +59,13 @@ TEST(all_pairs_at_once_in_random_order) {
                          static_cast<uint8_t>(16 * group.rank() + peer));
         in.emplace_back(kBytes);
         if (peer == group.rank()) continue;
-        ids.push_back(
-            group.messages.start_send(out.back().data(), kBytes, peer, 1));
-        ids.push_back(
-            group.messages.start_receive(in.back().data(), kBytes, peer, 1));
+        ids.push_back(group.point_to_point.start_send(out.back().data(), kBytes,
+                                                      peer, 1));
+        ids.push_back(group.point_to_point.start_receive(in.back().data(),
+                                                         kBytes, peer, 1));
       }
       std::shuffle(ids.begin(), ids.end(), random);
-      for (const TransferId id : ids) group.messages.wait(id, -1);
+      for (const TransferId id : ids) group.point_to_point.wait(id, -1);
       for (int peer = 0; peer < 4; ++peer) {
         const std::vector<uint8_t> expected(
             kBytes, static_cast<uint8_t>(16 * peer + group.rank()));
@@ -130,21 +130,23 @@ TEST(a_transfer_without_a_wait_can_be_forgotten) {
     std::vector<uint8_t> out(kBytes, 1);
     std::vector<uint8_t> in(kBytes);
     const TransferId sent =
-        group.messages.start_send(out.data(), kBytes, other, 0);
-    CHECK(!group.messages.forget(sent));  // the other end has read nothing yet
+        group.point_to_point.start_send(out.data(), kBytes, other, 0);
+    CHECK(!group.point_to_point.forget(
+        sent));  // the other end has read nothing yet
     barrier(group.calls, -1);
-    group.messages.wait(
-        group.messages.start_receive(in.data(), kBytes, other, 0), -1);
-    group.messages.wait(sent, -1);
-    CHECK(group.messages.forget(sent));
-    CHECK(group.messages.forget(999));
+    group.point_to_point.wait(
+        group.point_to_point.start_receive(in.data(), kBytes, other, 0), -1);
+    group.point_to_point.wait(sent, -1);
+    CHECK(group.point_to_point.forget(sent));
+    CHECK(group.point_to_point.forget(999));
     const TransferId never =
-        group.messages.start_receive(in.data(), kBytes, other, 0);
-    CHECK(!group.messages.test(never));
-    CHECK(!group.messages.forget(never));
+        group.point_to_point.start_receive(in.data(), kBytes, other, 0);
+    CHECK(!group.point_to_point.test(never));
+    CHECK(!group.point_to_point.forget(never));
     barrier(group.calls, -1);
     group.session.close();
-    CHECK(group.messages.forget(never));  // from here on `in` may be freed
+    CHECK(
+        group.point_to_point.forget(never));  // from here on `in` may be freed
   });
 }
 
@@ -169,11 +171,11 @@ TEST(a_wrong_peer_is_refused) {
     for (const int peer : {-1, 2, group.rank()}) {
       uint8_t byte = 0;
       CHECK_EQ(failure_of([&] {
-                 group.messages.start_send(&byte, 1, peer, 0);
+                 group.point_to_point.start_send(&byte, 1, peer, 0);
                }).reason,
                Reason::kMisuse);
       CHECK_EQ(failure_of([&] {
-                 group.messages.start_receive(&byte, 1, peer, 0);
+                 group.point_to_point.start_receive(&byte, 1, peer, 0);
                }).reason,
                Reason::kMisuse);
     }

@@ -106,7 +106,7 @@ TEST(survivors_agree_on_the_last_good_backward) {
   }
 }
 
-struct AlwaysInterrupted : Hooks {
+struct AlwaysInterrupted : WaitHooks {
   bool interrupted(bool /*by_signal*/) override { return true; }
 };
 

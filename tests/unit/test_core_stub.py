@@ -112,7 +112,7 @@ def test_enumerations_have_the_core_s_members():
     ("header", "enumeration", "exported"),
     [
         ("core/failure.h", "Reason", _core.REASONS),
-        ("core/control.h", "CallKind", _core.CALL_KINDS),
+        ("core/region_words.h", "CallKind", _core.CALL_KINDS),
         ("kernels/kernels.h", "DType", _core.DTYPES),
         ("kernels/kernels.h", "ReduceOp", _core.REDUCE_OPS),
         ("compression/compression.h", "Encoding", _core.ENCODINGS),

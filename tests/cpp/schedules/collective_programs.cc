@@ -285,14 +285,14 @@ void messages(Run& run, int index) {
       out[peer].resize(count);
       in[peer].resize(count);
       fill(out[peer], index, round + r);
-      started.push_back(
-          group.messages.start_send(out[peer].data(), count * kFloat, r, 7));
-      started.push_back(
-          group.messages.start_receive(in[peer].data(), count * kFloat, r, 7));
+      started.push_back(group.point_to_point.start_send(out[peer].data(),
+                                                        count * kFloat, r, 7));
+      started.push_back(group.point_to_point.start_receive(
+          in[peer].data(), count * kFloat, r, 7));
     }
     const bool has_barrier = shared.one_in(2);
     if (has_barrier) paceline::barrier(group.calls, -1);
-    for (const TransferId id : started) group.messages.wait(id, -1);
+    for (const TransferId id : started) group.point_to_point.wait(id, -1);
     for (int r = 0; r < group.world(); ++r) {
       for (size_t i = 0; r != index && i < count; ++i) {
         expect(in[static_cast<size_t>(r)][i] == value(r, i, round + index),

@@ -8,13 +8,13 @@ set(mutant_sources_of_calls.h
     cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/all_to_all.cc
     cpp/collectives/broadcast.cc cpp/collectives/calls.cc cpp/collectives/reduce_scatter.cc)
 set(mutant_sources_of_wait.h
-    cpp/collectives/calls.cc cpp/collectives/messages.cc cpp/core/session.cc cpp/core/wait_failures.cc
-    cpp/reducer/ending.cc cpp/reducer/host_sums.cc)
+    cpp/collectives/calls.cc cpp/collectives/point_to_point.cc cpp/core/session.cc cpp/core/wait_failures.cc
+    cpp/reducer/end_of_backward.cc cpp/reducer/host_sums.cc)
 set(mutant_sources_of_reducer.h
-    cpp/reducer/ending.cc cpp/reducer/outcome.cc cpp/reducer/overlaps.cc cpp/reducer/plan.cc
-    cpp/reducer/reducer.cc)
+    cpp/reducer/backward_result.cc cpp/reducer/end_of_backward.cc cpp/reducer/overlapping_gradients.cc
+    cpp/reducer/plan.cc cpp/reducer/reducer.cc)
 
-set(mutant_sources_of_settled_count.h cpp/reducer/ending.cc cpp/reducer/host_sums.cc)
+set(mutant_sources_of_settled_count.h cpp/reducer/end_of_backward.cc cpp/reducer/host_sums.cc)
 
 function(mutant name file program finding)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/mutants/${name})
@@ -71,16 +71,16 @@ mutant(sleep_without_comparing cpp/core/wait.h "backwards, 2 ranks" deadlock
   "{{&word, seen}," "{{&word, word.load() + 0 * seen},")
 mutant(no_wake_at_the_gate cpp/collectives/calls.cc "collectives, 2 ranks" deadlock
   "futex_wake(gate.phase, kWakeAll)" "(void)0")
-mutant(receiver_does_not_ring cpp/core/transfers.cc "messages, 2 ranks" deadlock
+mutant(receiver_does_not_ring cpp/core/message_rings.cc "messages, 2 ranks" deadlock
   "channel.read.store(at, std::memory_order_release);\n    ring(transfer.peer)"
   "channel.read.store(at, std::memory_order_release)")
 mutant(no_rank_is_woken_by_a_death cpp/core/crash.cc "collectives, a death" deadlock
   "futex_wake(header.abort, kWakeAll)" "(void)0")
-mutant(leaves_without_a_word cpp/core/life.cc "leaving in mid-backward" deadlock
+mutant(leaves_without_a_word cpp/core/liveness_thread.cc "leaving in mid-backward" deadlock
   "futex_wake(header_.departures, kWakeAll)" "(void)0")
 
 # --- words that are too early or too late ---
-mutant(unlinks_before_it_leaves cpp/core/life.cc "leaving, a death" "a survivor raised something else than a death"
+mutant(unlinks_before_it_leaves cpp/core/liveness_thread.cc "leaving, a death" "a survivor raised something else than a death"
   "line.life.store(kLifeLeft, std::memory_order_seq_cst);"
   "line.robust_head.list.next = &line.robust_head.list; line.life.store(kLifeLeft, std::memory_order_seq_cst);")
 mutant(counts_before_it_writes cpp/reducer/reducer.cc "backwards, 2 ranks" "(a wrong mean|race|a gradient)"
@@ -90,7 +90,7 @@ mutant(counts_before_it_writes cpp/reducer/reducer.cc "backwards, 2 ranks" "(a w
 mutant(claims_in_two_steps cpp/reducer/reducer.cc "backwards, 2 ranks" "(a wrong mean|race|a gradient|deadlock)"
   "if (claim.compare_exchange_weak(seen, next + 1,\n                                    std::memory_order_relaxed))"
   "claim.store(next + 1);")
-mutant(no_reset_after_a_void_backward cpp/reducer/ending.cc "backwards, 2 ranks" "(a wrong mean|race|deadlock)"
+mutant(no_reset_after_a_void_backward cpp/reducer/end_of_backward.cc "backwards, 2 ranks" "(a wrong mean|race|deadlock)"
   "shared.chunks_done.store(backward_ * total_chunks_,\n                             std::memory_order_relaxed);" "")
 mutant(gate_opens_before_its_reset cpp/collectives/calls.cc "collectives, 2 ranks" "(deadlock|race|calls differ|a wrong|rank)"
   "gate.arrived.store(0, std::memory_order_relaxed);" ""
@@ -100,16 +100,16 @@ mutant(one_buffer_for_all_calls cpp/collectives/calls.h "collectives, 2 ranks" "
   "Layout::small_at(call_.number & 1)" "Layout::small_at(0)")
 
 # --- unused parameters, and the permission for them ---
-mutant(no_zeros_for_globally_unused cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|a wrong mean)"
+mutant(no_zeros_for_globally_unused cpp/reducer/end_of_backward.cc "backwards, 2 ranks" "(deadlock|a wrong mean)"
   "if (any_unused && (allow_unused || allow_globally_unused)) add_unused();" "if (any_unused && allow_unused) add_unused();")
-mutant(decides_by_its_own_flags cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
+mutant(decides_by_its_own_flags cpp/reducer/end_of_backward.cc "backwards, 2 ranks" "(deadlock|another verdict)"
   "if ((verdict & kBackwardUnusedRefused) != 0 && allow_globally_unused" "if ((flags & kBackwardUnusedRefused) != 0 && allow_globally_unused")
-mutant(forgets_who_refused cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
+mutant(forgets_who_refused cpp/reducer/end_of_backward.cc "backwards, 2 ranks" "(deadlock|another verdict)"
   "if (any_unused && !allow_unused) flags |= kBackwardUnusedRefused;"
   "if (any_unused && !allow_unused && !allow_globally_unused) flags |= kBackwardUnusedRefused;")
-mutant(ranks_without_data_count cpp/reducer/ending.cc "backwards, 2 ranks" "another verdict"
+mutant(ranks_without_data_count cpp/reducer/end_of_backward.cc "backwards, 2 ranks" "another verdict"
   "if (BackwardStatus::unpack(header(r, backward_).status).finished) continue;" "")
-mutant(compares_too_early cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
+mutant(compares_too_early cpp/reducer/end_of_backward.cc "backwards, 2 ranks" "(deadlock|another verdict)"
   "uint32_t verdict = end_backward(status, flags);"
   "const bool is_alike = is_unused_alike();\n  uint32_t verdict = end_backward(status, flags);"
   "is_unused_alike())" "is_alike)")
@@ -123,7 +123,7 @@ mutant(relaxed_post cpp/reducer/reducer.cc "backwards, 2 ranks" race
   "arrived.fetch_add(1, std::memory_order_acq_rel)" "arrived.fetch_add(1, std::memory_order_relaxed)")
 mutant(relaxed_gate cpp/collectives/calls.cc "collectives, 2 ranks" race
   "gate.arrived.fetch_add(1, std::memory_order_acq_rel)" "gate.arrived.fetch_add(1, std::memory_order_relaxed)")
-mutant(relaxed_message cpp/core/transfers.cc "messages, 2 ranks" race
+mutant(relaxed_message cpp/core/message_rings.cc "messages, 2 ranks" race
   "channel.written.store(at, std::memory_order_release)" "channel.written.store(at, std::memory_order_relaxed)")
 
 # --- each survivor decides alone ---

@@ -26,9 +26,9 @@ struct MessageHeader {
 /// The messages that this rank has started and not finished. Starting never
 /// blocks. Every wait of the group moves all of them on, so that two ranks that
 /// both send before they receive cannot deadlock.
-class Transfers {
+class MessageRings {
  public:
-  explicit Transfers(const Mapping& mapping) : mapping_(mapping) {}
+  explicit MessageRings(const Mapping& mapping) : mapping_(mapping) {}
 
   TransferId start(std::byte* data, size_t bytes, int peer, uint64_t tag,
                    bool sends);

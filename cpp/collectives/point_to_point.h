@@ -4,23 +4,23 @@
 // its outbox for the receiver, a ring of kOutboxBytes, as far as there is room.
 // The receiver copies it out and frees the room. Each byte is written twice and
 // read twice. Transfers move on whenever either end makes a call or waits
-// (core/transfers.h).
+// (core/message_rings.h).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "core/message_rings.h"
 #include "core/session.h"
-#include "core/transfers.h"
 
 namespace paceline {
 
-class Messages {
+class PointToPoint {
  public:
-  explicit Messages(Session& session)
-      : session_(session), transfers_(session.transfers()) {}
-  Messages(const Messages&) = delete;
-  Messages& operator=(const Messages&) = delete;
+  explicit PointToPoint(Session& session)
+      : session_(session), message_rings_(session.message_rings()) {}
+  PointToPoint(const PointToPoint&) = delete;
+  PointToPoint& operator=(const PointToPoint&) = delete;
 
   /// These two never block.
   TransferId start_send(const void* data, size_t bytes, int destination,
@@ -46,7 +46,7 @@ class Messages {
   }
 
   Session& session_;
-  Transfers& transfers_;
+  MessageRings& message_rings_;
 };
 
 }  // namespace paceline

@@ -1,6 +1,6 @@
 // Sleeping on words, and noticing deaths.
 
-#include "core/life.h"
+#include "core/liveness_thread.h"
 
 #include <inttypes.h>
 #include <stdio.h>

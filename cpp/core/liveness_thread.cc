@@ -1,4 +1,4 @@
-#include "core/life.h"
+#include "core/liveness_thread.h"
 
 #include <pthread.h>
 #include <signal.h>

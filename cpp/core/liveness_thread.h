@@ -17,9 +17,9 @@
 #include <span>
 #include <thread>
 
-#include "core/control.h"
 #include "core/crash.h"
 #include "core/region.h"
+#include "core/region_words.h"
 
 namespace paceline {
 

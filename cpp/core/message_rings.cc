@@ -1,4 +1,4 @@
-#include "core/transfers.h"
+#include "core/message_rings.h"
 
 #include <string.h>
 
@@ -33,8 +33,8 @@ int queue_key(int peer, bool sends) { return 2 * peer + (sends ? 0 : 1); }
 
 }  // namespace
 
-TransferId Transfers::start(std::byte* data, size_t bytes, int peer,
-                            uint64_t tag, bool sends) {
+TransferId MessageRings::start(std::byte* data, size_t bytes, int peer,
+                               uint64_t tag, bool sends) {
   TransferId id;
   {
     const std::lock_guard lock(mutex_);
@@ -54,7 +54,7 @@ TransferId Transfers::start(std::byte* data, size_t bytes, int peer,
   return id;
 }
 
-void Transfers::advance_all() {
+void MessageRings::advance_all() {
   if (unfinished_.load(std::memory_order_relaxed) == 0) return;
   const std::lock_guard lock(mutex_);
   for (auto& [key, queue] : queues_) {
@@ -66,13 +66,13 @@ void Transfers::advance_all() {
   }
 }
 
-bool Transfers::is_finished(TransferId id) {
+bool MessageRings::is_finished(TransferId id) {
   const std::lock_guard lock(mutex_);
   const auto found = started_.find(id);
   return found == started_.end() || found->second->finished;
 }
 
-int Transfers::source_of_waiting(uint64_t tag) {
+int MessageRings::source_of_waiting(uint64_t tag) {
   const std::lock_guard lock(mutex_);
   for (int i = 1; i <= mapping_.world(); ++i) {
     const int source = (last_source_ + i) % mapping_.world();
@@ -94,13 +94,13 @@ int Transfers::source_of_waiting(uint64_t tag) {
   return -1;
 }
 
-int Transfers::peer_of(TransferId id) {
+int MessageRings::peer_of(TransferId id) {
   const std::lock_guard lock(mutex_);
   const auto found = started_.find(id);
   return found == started_.end() ? -1 : found->second->peer;
 }
 
-void Transfers::collect(TransferId id) {
+void MessageRings::collect(TransferId id) {
   std::shared_ptr<Transfer> transfer;
   {
     const std::lock_guard lock(mutex_);
@@ -121,7 +121,7 @@ void Transfers::collect(TransferId id) {
   }
 }
 
-bool Transfers::forget(TransferId id, bool is_over) {
+bool MessageRings::forget(TransferId id, bool is_over) {
   const std::lock_guard lock(mutex_);
   const auto found = started_.find(id);
   if (found == started_.end()) return true;
@@ -136,12 +136,12 @@ bool Transfers::forget(TransferId id, bool is_over) {
   return true;
 }
 
-bool Transfers::advance(Transfer& transfer) {
+bool MessageRings::advance(Transfer& transfer) {
   return transfer.sends ? advance_send(transfer) : advance_receive(transfer);
 }
 
 // Moves as much as the ring has room for; true when the whole message is in it.
-bool Transfers::advance_send(Transfer& transfer) {
+bool MessageRings::advance_send(Transfer& transfer) {
   Channel& channel = mapping_.channel(mapping_.rank(), transfer.peer);
   std::byte* outbox =
       mapping_.slab(mapping_.rank()) + Layout::outbox_at(transfer.peer);
@@ -179,7 +179,7 @@ bool Transfers::advance_send(Transfer& transfer) {
 // Moves what has arrived; true when the whole message was read. A message that
 // does not fit is read and discarded, so that its sender and the messages
 // behind it go on.
-bool Transfers::advance_receive(Transfer& transfer) {
+bool MessageRings::advance_receive(Transfer& transfer) {
   Channel& channel = mapping_.channel(transfer.peer, mapping_.rank());
   const std::byte* outbox =
       mapping_.slab(transfer.peer) + Layout::outbox_at(mapping_.rank());
@@ -218,14 +218,14 @@ bool Transfers::advance_receive(Transfer& transfer) {
   return transfer.moved == transfer.incoming_bytes;
 }
 
-void Transfers::ring(int peer) {
+void MessageRings::ring(int peer) {
   RankLine& line = mapping_.line(peer);
   line.bell.fetch_add(1, std::memory_order_seq_cst);
   if (line.bell_sleepers.load(std::memory_order_seq_cst) != 0)
     futex_wake(line.bell, kWakeAll);
 }
 
-void Transfers::reserve_outbox(int peer) {
+void MessageRings::reserve_outbox(int peer) {
   if (outbox_reserved_.empty())
     outbox_reserved_.resize(static_cast<size_t>(mapping_.world()));
   if (outbox_reserved_[static_cast<size_t>(peer)]) return;

@@ -1,4 +1,4 @@
-#include "reducer/overlaps.h"
+#include "reducer/overlapping_gradients.h"
 
 #include <algorithm>
 #include <memory>

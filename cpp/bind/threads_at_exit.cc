@@ -74,7 +74,7 @@ void hold_late_threads() {
 
 }  // namespace
 
-void bind_late_threads(nanobind::module_& m) {
+void bind_threads_at_exit(nanobind::module_& m) {
   m.def("hold_late_threads", hold_late_threads,
         "From now on, no thread of another library aborts the process at its "
         "end.");

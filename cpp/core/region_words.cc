@@ -1,4 +1,4 @@
-#include "core/control.h"
+#include "core/region_words.h"
 
 namespace paceline {
 namespace {

@@ -1,4 +1,4 @@
-#include "collectives/messages.h"
+#include "collectives/point_to_point.h"
 
 #include <string>
 
@@ -7,8 +7,8 @@
 
 namespace paceline {
 
-TransferId Messages::start_send(const void* data, size_t bytes, int destination,
-                                uint64_t tag) {
+TransferId PointToPoint::start_send(const void* data, size_t bytes,
+                                    int destination, uint64_t tag) {
   session_.check_usable();
   if (destination == session_.rank() || destination < 0 ||
       destination >= session_.world()) {
@@ -17,62 +17,62 @@ TransferId Messages::start_send(const void* data, size_t bytes, int destination,
   }
   // A send only reads the array.
   auto* unchanged = static_cast<std::byte*>(const_cast<void*>(data));
-  return transfers_.start(unchanged, bytes, destination, tag, true);
+  return message_rings_.start(unchanged, bytes, destination, tag, true);
 }
 
-TransferId Messages::start_receive(void* data, size_t bytes, int source,
-                                   uint64_t tag) {
+TransferId PointToPoint::start_receive(void* data, size_t bytes, int source,
+                                       uint64_t tag) {
   session_.check_usable();
   if (source == session_.rank() || source < 0 || source >= session_.world()) {
     misuse("receive from rank " + std::to_string(source) + " of " +
            std::to_string(session_.world()));
   }
-  return transfers_.start(static_cast<std::byte*>(data), bytes, source, tag,
-                          false);
+  return message_rings_.start(static_cast<std::byte*>(data), bytes, source, tag,
+                              false);
 }
 
-bool Messages::test(TransferId id) {
+bool PointToPoint::test(TransferId id) {
   if (!session_.is_forked()) {
-    transfers_.advance_all();
+    message_rings_.advance_all();
     // Before the check of the group: a message that has arrived counts, even if
     // its sender has died or raised since.
-    if (transfers_.is_finished(id)) return true;
+    if (message_rings_.is_finished(id)) return true;
   }
   session_.check_usable();
   return false;
 }
 
-void Messages::wait(TransferId id, double timeout_s) {
-  if (!transfers_.is_finished(id)) {
+void PointToPoint::wait(TransferId id, double timeout_s) {
+  if (!message_rings_.is_finished(id)) {
     session_.check_usable();
     RankLine& own = session_.mapping().own_line();
-    const int peer = transfers_.peer_of(id);
+    const int peer = message_rings_.peer_of(id);
     try {
       session_.wait_until(
           place_of_wait(), own.bell, own.bell_sleepers,
           session_.timeout_ns(timeout_s),
           [&] {
-            transfers_.advance_all();
-            return transfers_.is_finished(id);
+            message_rings_.advance_all();
+            return message_rings_.is_finished(id);
           },
           [&](int r) { return r == peer; });
     } catch (const Failure&) {
       // The caller may now free the array, so another thread of this rank must
       // not go on filling it.
-      transfers_.forget(id, true);
+      message_rings_.forget(id, true);
       throw;
     }
   }
-  transfers_.collect(id);
+  message_rings_.collect(id);
 }
 
-int Messages::source_of_waiting(uint64_t tag) {
+int PointToPoint::source_of_waiting(uint64_t tag) {
   session_.check_usable();
-  transfers_.advance_all();
-  return transfers_.source_of_waiting(tag);
+  message_rings_.advance_all();
+  return message_rings_.source_of_waiting(tag);
 }
 
-int Messages::wait_for_source(uint64_t tag, double timeout_s) {
+int PointToPoint::wait_for_source(uint64_t tag, double timeout_s) {
   session_.check_usable();
   RankLine& own = session_.mapping().own_line();
   const auto has_left = [&](int r) {
@@ -84,7 +84,7 @@ int Messages::wait_for_source(uint64_t tag, double timeout_s) {
       place_of_wait(), own.bell, own.bell_sleepers,
       session_.timeout_ns(timeout_s),
       [&] {
-        source = transfers_.source_of_waiting(tag);
+        source = message_rings_.source_of_waiting(tag);
         return source >= 0;
       },
       // A rank that has left is to blame only if all others have left, too.
@@ -97,9 +97,9 @@ int Messages::wait_for_source(uint64_t tag, double timeout_s) {
   return source;
 }
 
-bool Messages::forget(TransferId id) {
+bool PointToPoint::forget(TransferId id) {
   if (session_.is_forked()) return true;
-  return transfers_.forget(id, session_.is_closed() || session_.is_over());
+  return message_rings_.forget(id, session_.is_closed() || session_.is_over());
 }
 
 }  // namespace paceline

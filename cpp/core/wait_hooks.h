@@ -12,8 +12,8 @@ struct Patience {
 };
 
 /// Python's lock and signals, which only the binding knows.
-struct Hooks {
-  virtual ~Hooks() = default;
+struct WaitHooks {
+  virtual ~WaitHooks() = default;
   /// About to sleep.
   virtual void before_block() {}
   /// A signal arrived (`by_signal`), or may have arrived. True ends the call.
@@ -25,6 +25,6 @@ struct Hooks {
 };
 
 /// The hooks of the call that this thread is in; null: it is in no call.
-inline thread_local Hooks* current_hooks = nullptr;
+inline thread_local WaitHooks* current_hooks = nullptr;
 
 }  // namespace paceline
