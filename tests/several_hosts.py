@@ -15,7 +15,7 @@ from tests.harness.rank_main import after_test
 def be_on_host(number: int) -> None:
     """Make this rank report, from now on, that it is on that host."""
     after_test(lambda: setattr(shared_memory, "_host_hint", _usual_host_hint))
-    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Reason())
+    shared_memory._host_hint = lambda: (f"host {number}", shared_memory.SharedMemoryFailure())
 
 
 _usual_host_hint = shared_memory._host_hint

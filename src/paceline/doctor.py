@@ -28,10 +28,10 @@ from typing import Any
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.launch.ports import check_port_is_free, free_ports
-from paceline.launch.process import python_command
+from paceline.launch.rank_process import python_command
 from paceline.launch.topology import read_machine, read_memory_limit, read_or_empty
 from paceline.launch.variables import MasterAddress, new_job_id, rank_variables
-from paceline.rendezvous.limits import explain
+from paceline.rendezvous.resource_limits import explain
 
 FINE, NOTE, WRONG = "fine", "note", "wrong"
 

@@ -212,12 +212,12 @@ class _Outcome:
 
 def _leave(error: BaseException | None) -> None:
     """Leave all groups. The process belongs to Ray and lives on, so the other ranks would wait for it."""
-    if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
-        from paceline.health import lifetime
+    if "paceline.health.exit_reports" in sys.modules:  # else this rank is in no group
+        from paceline.health import exit_reports
 
         if error is not None:
-            lifetime.announce(error)
-        lifetime.close_all()
+            exit_reports.announce(error)
+        exit_reports.close_all()
 
 
 def _ray() -> Any:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline.collectives.init
-import paceline.rendezvous.hub  # noqa: F401
+import paceline.rendezvous.unix_socket_exchange  # noqa: F401
 from tests.differential.programs import Program
 from tests.differential.records import Lost, Record
 from tests.harness.rank_main import die_with

@@ -39,7 +39,7 @@ from transformers import Trainer as HubTrainer
 import paceline.torch
 from benchmarks.report import Machine, Report
 from examples.trainers.transformers_gpt import Counting
-from paceline.replacing import Pair, Replacement
+from paceline.replace_class import Pair, Replacement
 
 # The first steps of each turn don't count: in them buckets are rebuilt, and memory is touched first.
 WARM = 12

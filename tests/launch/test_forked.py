@@ -182,7 +182,7 @@ def test_a_forked_program_ends_as_a_separately_started_one(launcher, fake_torch,
         done = launch(launcher, script, {**fake_torch, "PACELINE_FORK_RANKS": forks})
         lines = [line for line in done.stderr.splitlines() if "pid" not in line and "0x" not in line]
         if "Fatal" in said:  # faulthandler writes these stacks in C, and cannot leave frames out
-            lines = [line for line in lines if "template.py" not in line]
+            lines = [line for line in lines if "fork_template.py" not in line]
         found.append((done.returncode, done.stdout, lines))
         assert done.returncode == status and said in done.stderr, done.stderr
         assert not any("template" in line for line in lines)

@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError, LaunchError
-from paceline.launch import payload
+from paceline.launch import pickled_call
 from tests.launch.conftest import WITHIN_S
 from tests.launch.programs import (
     hang_last,
@@ -149,7 +149,7 @@ def test_a_function_that_is_sent_by_value_keeps_the_name_of_its_file() -> None:
     space: dict[str, Any] = {"__name__": "__main__"}
     cell = "def outer():\n    def inner():\n        raise ValueError\n    return inner\n"
     exec(compile(cell, "/tmp/cell 7.py", "exec"), space)
-    function, arguments = pickle.loads(payload._cloudpickle_call(space["outer"], (3,)))
+    function, arguments = pickle.loads(pickled_call._cloudpickle_call(space["outer"], (3,)))
     assert arguments == (3,)
     assert {each.__code__.co_filename for each in (function, function())} == {"/tmp/cell 7.py"}
 
@@ -157,7 +157,7 @@ def test_a_function_that_is_sent_by_value_keeps_the_name_of_its_file() -> None:
 def test_arguments_that_cannot_be_sent_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="cannot be sent"):
         paceline.spawn(print, (threading.Lock(),), nprocs=1)
-    monkeypatch.setattr(payload, "_has_cloudpickle", lambda: False)
+    monkeypatch.setattr(pickled_call, "_has_cloudpickle", lambda: False)
     with pytest.raises(ConfigError, match="pip install cloudpickle"):
         paceline.spawn(lambda rank: None, nprocs=1)
 

@@ -34,7 +34,7 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.message_headers import Begin, Envelope, Message, Transfer
@@ -650,5 +650,5 @@ def test_a_rank_exits_only_after_its_messages_are_sent(rank, monkeypatch):
     backward(wrapped, 1, rank, 2)
     assert sent and not gone
     threading.Timer(0.5, is_through.set).start()
-    lifetime._end()  # as at the end of the process
+    exit_reports._end()  # as at the end of the process
     assert gone == sent

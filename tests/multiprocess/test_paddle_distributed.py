@@ -22,9 +22,9 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError, RendezvousError
 from paceline.paddle import DataParallel, SyncBatchNorm
-from paceline.paddle.communicator import start
+from paceline.paddle.communicator import form_group
 from paceline.paddle.communicator.find_peers import connect_environment
-from paceline.paddle.communicator.start import form_paddles_group, needs_paddles_group
+from paceline.paddle.communicator.form_group import form_paddles_group, needs_paddles_group
 from paceline.reducer import model_agreement
 from tests.multiprocess.paddle_models import (
     KEEPS_EMPTY_GRADIENTS,
@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_form_the_group_in_time_is_named_on_all(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_on_two_hosts(rank)
-    monkeypatch.setattr(start, "GLOO_LIMIT_S", 1.0)
+    monkeypatch.setattr(form_group, "GLOO_LIMIT_S", 1.0)
     formed = dist.init_parallel_env
 
     def form() -> None:

@@ -14,8 +14,8 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError, RendezvousError
-from paceline.rendezvous.hub import HubExchange
 from paceline.rendezvous.rendezvous_address import hub_address
+from paceline.rendezvous.unix_socket_exchange import UnixSocketExchange
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 
@@ -100,7 +100,7 @@ def test_a_missing_rank_is_named_on_every_other_rank(absent):
 
 @ranks(2, group=None)
 def test_a_waiting_rank_prints_for_which_ranks(rank, monkeypatch):
-    monkeypatch.setattr("paceline.rendezvous.hub._SAY_EVERY_S", 0.05)
+    monkeypatch.setattr("paceline.rendezvous.unix_socket_exchange._SAY_EVERY_S", 0.05)
     with contextlib.redirect_stderr(io.StringIO()) as output, pytest.raises(RendezvousError):
         init(rank, 2, name=f"of rank {rank} alone", timeout_s=0.5)
     awaited = ("rank 1", "rank 0 to come on this host")[rank]
@@ -110,7 +110,7 @@ def test_a_waiting_rank_prints_for_which_ranks(rank, monkeypatch):
 
 @ranks(1, group=None)
 def test_a_rank_that_waits_for_another_host_prints_that_init_connects_one_host(rank, monkeypatch):
-    monkeypatch.setattr("paceline.rendezvous.hub._SAY_EVERY_S", 0.05)
+    monkeypatch.setattr("paceline.rendezvous.unix_socket_exchange._SAY_EVERY_S", 0.05)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with contextlib.redirect_stderr(io.StringIO()) as output, pytest.raises(RendezvousError):
@@ -202,7 +202,7 @@ def test_groups_of_one_job_form_at_the_same_time(group):
 @ranks(3, group=None)
 def test_the_exchange_gathers_all_payloads_on_all_ranks(rank):
     job_id = os.environ["PACELINE_JOB_ID"]
-    with HubExchange(rank, 3, key="here", job_id=job_id, name="x", timeout_s=30) as exchange:
+    with UnixSocketExchange(rank, 3, key="here", job_id=job_id, name="x", timeout_s=30) as exchange:
         assert (exchange.rank, exchange.world_size) == (rank, 3)
         for payload in (b"", bytes([rank]) * 5, bytes([rank]) * 2_000_000):
             got = exchange.all_gather(payload, 30)

@@ -23,8 +23,8 @@ from paceline.rendezvous import shared_memory
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
 from paceline.rendezvous.messages import Hello
-from paceline.rendezvous.reasons import Reason
 from paceline.rendezvous.rendezvous_address import hub_address
+from paceline.rendezvous.shared_memory_failure import SharedMemoryFailure
 from tests.harness import ranks, run_ranks
 
 
@@ -289,7 +289,10 @@ def refuse_to_share(rank, has_boot_id):
 
         shared_memory.take_descriptor = refuse
     if not has_boot_id:
-        shared_memory._host_hint = lambda: ("/4026531840/0", Reason("could not read the boot id"))
+        shared_memory._host_hint = lambda: (
+            "/4026531840/0",
+            SharedMemoryFailure("could not read the boot id"),
+        )
     logged = io.StringIO()
     logging.getLogger("paceline").addHandler(logging.StreamHandler(logged))
     with pytest.raises(PacelineError) as caught:

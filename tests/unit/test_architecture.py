@@ -43,7 +43,7 @@ LAYERS = (
         "paceline.launchers",
         "paceline.stacks",
         "paceline.units",
-        "paceline.replacing",
+        "paceline.replace_class",
         "paceline.import_hook",
         "paceline.versions",
         "paceline._core",

@@ -58,7 +58,7 @@ RANKS = Ranks()
 def recorded(monkeypatch):
     recorded = Recording()
     monkeypatch.setattr(backward_log, "recording", recorded)
-    monkeypatch.setattr(backward_log.lifetime, "at_failure", lambda report: None)
+    monkeypatch.setattr(backward_log.exit_reports, "at_failure", lambda report: None)
     return recorded
 
 

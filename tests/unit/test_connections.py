@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.connections import close_once_arrived, shut_down, wait_until_arrived
 
 NBYTES = 400_000
@@ -54,7 +54,7 @@ def test_what_was_sent_arrives():
 
 
 def test_the_end_of_the_process_waits_for_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lifetime, "close_all", lambda: None)
+    monkeypatch.setattr(exit_reports, "close_all", lambda: None)
     with two_ends() as (one, other):
         one.sendall(bytes(NBYTES))
         close_once_arrived([one])
@@ -67,7 +67,7 @@ def test_the_end_of_the_process_waits_for_it(monkeypatch: pytest.MonkeyPatch):
         other.setblocking(True)
         reading = threading.Timer(0.3, everything_from, (other,))
         reading.start()
-        lifetime._end()
+        exit_reports._end()
         assert one.fileno() < 0
         reading.join()
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
-from paceline.launch.wiring import RankLog
+from paceline.launch.output_pipes import RankLog
 
 TEXT = st.binary(max_size=60).map(
     lambda data: data.translate(bytes(b"ab\n\r"[byte % 4] for byte in range(256)))

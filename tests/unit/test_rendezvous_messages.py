@@ -14,7 +14,6 @@ from paceline.errors import ModelMismatchError, RendezvousError
 from paceline.reducer.model_agreement import ModelDescription, check_agreement
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, FrameReader, receive_frame, send_frame
-from paceline.rendezvous.hub import HubExchange
 from paceline.rendezvous.messages import (
     Hello,
     MessageError,
@@ -27,6 +26,7 @@ from paceline.rendezvous.messages import (
     write_failure,
     write_object,
 )
+from paceline.rendezvous.unix_socket_exchange import UnixSocketExchange
 
 HELLO = Hello(1, 2, "a job", "world", 4711)
 NESTED = [b"[" * 20_000, b'{"rank":' * 2_500]
@@ -138,7 +138,7 @@ def test_frames_from_a_socket(raw, kind):
 
 def hub(rank, world_size, peers):
     """An exchange that is complete, over these connections."""
-    exchange = HubExchange(0, 1, key="test", job_id="test", name="test", timeout_s=1)
+    exchange = UnixSocketExchange(0, 1, key="test", job_id="test", name="test", timeout_s=1)
     exchange.rank, exchange.world_size = rank, world_size
     exchange._peers = peers
     return exchange

@@ -18,8 +18,8 @@ from paceline import data
 from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
-from paceline.launch.context import SpawnContext
-from paceline.launch.process import wait_readable
+from paceline.launch.process_tree import wait_readable
+from paceline.launch.spawn_context import SpawnContext
 from tests.unit.wrong_uses import INF, NAN, Use, check, each, each_shown
 
 

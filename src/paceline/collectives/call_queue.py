@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from paceline.errors import CollectiveError
-from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.resource_limits import start_thread
 
 
 class QueuedCall(Protocol):

@@ -27,7 +27,7 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.health.peer_errors import why_left
-from paceline.rendezvous.limits import START_OF_THREAD, explain
+from paceline.rendezvous.resource_limits import START_OF_THREAD, explain
 
 Facts = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from paceline import _core
 from paceline.collectives.failures import number_ranks
 from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S, describe_stragglers
 from paceline.errors import RendezvousError, format_ranks
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import NONCE_BYTES, HostMemory, share_memory
 
@@ -29,7 +29,7 @@ def share(
     memory = share_memory(
         exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=_report_slow
     )
-    lifetime.watch(memory.host_group)
+    exit_reports.watch(memory.host_group)
     return memory
 
 
@@ -65,7 +65,7 @@ def share_alone(
     finally:
         os.close(fd)
     core.join()
-    lifetime.watch(core)
+    exit_reports.watch(core)
     return core
 
 

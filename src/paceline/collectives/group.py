@@ -31,7 +31,7 @@ from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.subgroup_exchange import SubgroupExchange
 from paceline.collectives.work import TransferWork, Work, make_behind
 from paceline.errors import ConfigError
-from paceline.health import lifetime
+from paceline.health import exit_reports
 
 Seconds = float | timedelta | None
 _EQUAL = 1.0  # the default weight
@@ -80,7 +80,7 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None:
-            lifetime.announce_in(self._core, error)  # only in this group: the caller may catch the error
+            exit_reports.announce_in(self._core, error)  # only in this group: the caller may catch the error
         self.close()
 
     def close(self) -> None:

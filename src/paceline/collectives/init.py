@@ -16,8 +16,8 @@ from paceline.env import (
     split_address,
 )
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.hub import HubExchange
 from paceline.rendezvous.secret import find_secret
+from paceline.rendezvous.unix_socket_exchange import UnixSocketExchange
 
 _LONGEST_NAME = 200
 
@@ -82,7 +82,7 @@ def init(
     _place(place.rank, place.world_size)
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
     deadline = Deadline(forming_timeout_s)
-    with HubExchange(
+    with UnixSocketExchange(
         place.rank,
         place.world_size,
         key=key,

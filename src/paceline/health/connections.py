@@ -20,7 +20,7 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.rendezvous.exchange import Exchange
 
 _ARRIVES_WITHIN_S = 10.0  # for what is in this machine's buffers, over a slow network
@@ -125,7 +125,7 @@ class _Partings:
     def begin(self, sockets: Sequence[socket.socket]) -> None:
         if self._pid != os.getpid():  # a forked child has none of these threads
             self._pid, self._threads = os.getpid(), []
-            lifetime.before_leaving(self.wait, is_last=True)
+            exit_reports.before_leaving(self.wait, is_last=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=self._part, args=(sockets,), name="paceline-parting", daemon=True)
         self._threads.append(thread)

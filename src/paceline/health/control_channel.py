@@ -46,7 +46,7 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.channel_setup import Connection, connect_ranks
 from paceline.health.channel_tree import HUB, neighbours_of
 from paceline.health.handshake import Facts, Member
@@ -69,7 +69,7 @@ from paceline.health.peer_errors import (
 from paceline.health.silent_hosts import Arrivals, quiet_s, unconfirmed_bytes
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
-from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.resource_limits import start_thread
 from paceline.trace.far_ranks import FarRanks
 
 BEAT_S = 0.25
@@ -200,8 +200,8 @@ class ControlChannel:
             _prepare(connection.socket)
             self._selector.register(connection.socket, selectors.EVENT_READ, other)
         self._arrivals = Arrivals({rank: each.socket for rank, each in connections.items()}, hosts, now)
-        lifetime.at_failure(self.report_failure)
-        lifetime.before_leaving(self.close)
+        exit_reports.at_failure(self.report_failure)
+        exit_reports.before_leaving(self.close)
         _forget_in_children(self)
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="paceline-control", daemon=True

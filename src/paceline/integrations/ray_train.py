@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.integrations.versions import tested_with
 from paceline.ray import secret_for_workers
 from paceline.rendezvous.secret import JobSecret, adopt_secret
@@ -112,5 +112,5 @@ class _Context(_TorchContext):  # type: ignore[misc, valid-type]
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> Any:
         setattr(self._module, _NAME, self._theirs)
         if error is not None:
-            lifetime.announce(error)
+            exit_reports.announce(error)
         return super().__exit__(kind, error, traceback)

@@ -22,11 +22,11 @@ from paceline.launch.job_secret import with_secret
 from paceline.launch.output import say
 from paceline.launch.placement import threads_per_rank
 from paceline.launch.plan import Options, make_plan
-from paceline.launch.process import interpreter, open_missing_streams
+from paceline.launch.rank_process import interpreter, open_missing_streams
 from paceline.launch.topology import read_machine, read_processor
 from paceline.launch.tune_answers import Place
 from paceline.rendezvous.secret import users_secret
-from paceline.replacing import VARIABLE, check_value
+from paceline.replace_class import VARIABLE, check_value
 
 _AUTO = "auto"
 _STARTUP = Path(__file__).with_name("startup")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.launch.process import python_command
+from paceline.launch.rank_process import python_command
 
 TOKEN_VARIABLE = "PACELINE_DASHBOARD_TOKEN"
 """The user's token, for programs that poll the dashboard; without it, each job has a new one."""

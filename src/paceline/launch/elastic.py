@@ -29,17 +29,17 @@ from paceline.launch import failure_report
 from paceline.launch.dashboard_process import DashboardProcess, check_dashboard
 from paceline.launch.output import say
 from paceline.launch.ports import check_port_is_free, free_ports
-from paceline.launch.process import (
+from paceline.launch.process_tree import (
     adopt_orphans,
     children,
     descendants,
     die_with_parent,
     has_had_children,
-    interpreter,
     kill_descendants,
     pass_on,
     wait_readable,
 )
+from paceline.launch.rank_process import interpreter
 from paceline.launch.trace_file import HostTrace, JobRecording, trace_variables
 from paceline.rendezvous.addresses import Way, find_way, means_this_host, wait_for_listener
 from paceline.trace import jobs

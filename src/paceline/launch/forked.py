@@ -5,7 +5,7 @@ nothing before it imports torch, it makes no difference which process has import
 *template*, imports it, forks all ranks, and ends. The supervisor, a subreaper, then inherits the ranks as its
 children. A rank sees what its own Python would show it: arguments, environment, streams, `__main__`.
 
-This file is the supervisor's side; `template.py` runs in the other processes.
+This file is the supervisor's side; `fork_template.py` runs in the other processes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch.memory_file import write_memory_file
-from paceline.launch.process import (
-    ForkedRank,
-    RankStart,
-    die_with_parent,
-    interpreter,
-    kill_descendants,
-    wait_readable,
-)
+from paceline.launch.process_tree import die_with_parent, kill_descendants, wait_readable
+from paceline.launch.rank_process import ForkedRank, RankStart, interpreter
 
 VARIABLE = "PACELINE_FORK_RANKS"
-_TEMPLATE = Path(__file__).with_name("template.py")
+_TEMPLATE = Path(__file__).with_name("fork_template.py")
 _IMPORTED_WITHIN_S = 300.0  # a network disk may be slow
 _MOST_SOURCE_BYTES = 1 << 20
 SHARED = ("torch", "paceline.torch")

@@ -22,7 +22,7 @@ from types import FrameType
 from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen, say
 from paceline.launch.plan import Plan
-from paceline.launch.process import (
+from paceline.launch.process_tree import (
     adopt_orphans,
     descendants,
     describe,

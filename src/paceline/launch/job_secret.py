@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from paceline.errors import ConfigError
 from paceline.launch.plan import Plan
-from paceline.rendezvous.limits import explain
+from paceline.rendezvous.resource_limits import explain
 from paceline.rendezvous.secret import MEMORY_VARIABLE, NO_SECRET, make_secret, users_secret
 
 _REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL})

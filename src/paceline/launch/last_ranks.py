@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.launch.process import cpu_seconds
+from paceline.launch.process_tree import cpu_seconds
 
 _REPORTS_AFTER_S = (30.0, 60.0, 120.0, 300.0)  # and every 300 s from then on
 _IDLE_SHARE = 0.01  # of one core: less than any evaluation, upload or compilation takes

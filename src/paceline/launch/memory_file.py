@@ -7,7 +7,7 @@ import os
 import tempfile
 
 from paceline.errors import ConfigError
-from paceline.rendezvous.limits import explain
+from paceline.rendezvous.resource_limits import explain
 
 _PIECE_BYTES = 1 << 24
 _REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})

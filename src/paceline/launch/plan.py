@@ -24,7 +24,7 @@ from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
 from paceline.launch.trace_file import check_output, trace_variables
 from paceline.launch.variables import MasterAddress, new_job_id, rank_environment
-from paceline.rendezvous.limits import explain
+from paceline.rendezvous.resource_limits import explain
 from paceline.trace import jobs
 from paceline.trace.ring_file import FOLDER_VARIABLE
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.launch.process import describe
+from paceline.launch.process_tree import describe
 
 _LOWEST = 15000
 

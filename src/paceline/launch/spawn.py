@@ -21,14 +21,14 @@ from typing import Any, TextIO
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, LaunchError
-from paceline.launch import payload, spawned
-from paceline.launch.cells import with_cell_names
-from paceline.launch.context import SpawnContext
+from paceline.launch import pickled_call, spawned
 from paceline.launch.job_secret import with_secret
 from paceline.launch.memory_file import write_memory_file
+from paceline.launch.notebook_cells import with_cell_names
 from paceline.launch.plan import Options, launch_seconds, make_plan
-from paceline.launch.process import open_missing_streams, python_command
-from paceline.rendezvous.limits import start_thread
+from paceline.launch.rank_process import open_missing_streams, python_command
+from paceline.launch.spawn_context import SpawnContext
+from paceline.rendezvous.resource_limits import start_thread
 
 _MOST_AT_ONCE = 1 << 16  # bytes of output
 
@@ -144,7 +144,7 @@ def _start(
 ) -> SpawnContext:
     # The plan comes first: it checks what the rest relies on.
     plan = make_plan(getattr(fn, "__qualname__", repr(fn)), (), options)
-    call = payload.pack(fn, args)
+    call = pickled_call.pack(fn, args)
     payload_fd = write_memory_file("paceline-call", call.data)
     lifeline, lifeline_end = os.pipe()
     report_fd, report_end = os.pipe()

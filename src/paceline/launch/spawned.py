@@ -11,7 +11,7 @@ import traceback
 from types import TracebackType
 
 from paceline.errors import leave_out_inner_frames
-from paceline.launch import payload
+from paceline.launch import pickled_call
 from paceline.launch.memory_file import read_memory_file
 from paceline.stacks import answer_requests
 
@@ -24,10 +24,10 @@ def is_importing_main() -> bool:
 
 
 def _report_to_other_ranks(error: BaseException) -> None:
-    if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
-        from paceline.health import lifetime
+    if "paceline.health.exit_reports" in sys.modules:  # else this rank is in no group
+        from paceline.health import exit_reports
 
-        lifetime.announce(error)
+        exit_reports.announce(error)
 
 
 def _show_without_our_frames(
@@ -47,7 +47,7 @@ def run_rank(payload_fd: int) -> None:
     sys.excepthook = _show_without_our_frames
     try:
         _is_importing_main = True
-        function, args = payload.unpack(read_memory_file(payload_fd))
+        function, args = pickled_call.unpack(read_memory_file(payload_fd))
         _is_importing_main = False
         function(int(os.environ["LOCAL_RANK"]), *args)
     except (SystemExit, KeyboardInterrupt):

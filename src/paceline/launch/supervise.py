@@ -27,19 +27,11 @@ from paceline.launch.forked import StoppedError, fork_ranks
 from paceline.launch.last_ranks import LastRanks
 from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen
+from paceline.launch.output_pipes import OutputPipe, OutputPipes, RankLog, connect, copy_window_size
 from paceline.launch.plan import Plan
-from paceline.launch.process import (
-    ForkedRank,
-    RankStart,
-    Streams,
-    end_leftovers,
-    pass_on,
-    reap_children,
-    send,
-    start_rank,
-)
+from paceline.launch.process_tree import end_leftovers, pass_on, reap_children, send
+from paceline.launch.rank_process import ForkedRank, RankStart, Streams, start_rank
 from paceline.launch.trace_file import JobRecording
-from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_window_size
 
 _STOPS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _KILLED_WITHIN_S = 30.0
@@ -52,7 +44,7 @@ _SHOWN_STACKS = 4  # one is often enough, and those of 128 ranks would bury the 
 class _Rank:
     rank: int
     process: subprocess.Popen[bytes] | ForkedRank
-    wiring: Wiring
+    outputs: OutputPipes
     started_at: float
     stopped_by: int = 0  # the last signal that we sent it
     end: failure_report.RankEnd | None = None
@@ -132,35 +124,37 @@ class Supervisor:
             for rank in range(plan.nprocs):
                 self._start(rank, self._connect(rank))
             return
-        wirings = [self._connect(rank) for rank in range(plan.nprocs)]
-        starts = [self._start_of(rank, wiring) for rank, wiring in enumerate(wirings)]
+        outputs_of_ranks = [self._connect(rank) for rank in range(plan.nprocs)]
+        starts = [self._start_of(rank, outputs) for rank, outputs in enumerate(outputs_of_ranks)]
         forked = fork_ranks(plan.shared, plan.command, starts, self._wakeup)
-        for rank, wiring in enumerate(wirings):
-            self._start(rank, wiring, None if forked is None else forked[rank])
+        for rank, outputs in enumerate(outputs_of_ranks):
+            self._start(rank, outputs, None if forked is None else forked[rank])
         self._on_ended()  # the SIGCHLD of a rank that has ended by now was read before the rank was known
 
-    def _connect(self, rank: int) -> Wiring:
+    def _connect(self, rank: int) -> OutputPipes:
         return connect(self._screen, rank, self._plan.nprocs, self._plan.options.prefix, self._open_log(rank))
 
-    def _start_of(self, rank: int, wiring: Wiring) -> RankStart:
+    def _start_of(self, rank: int, outputs: OutputPipes) -> RankStart:
         plan = self._plan
         return RankStart(
             plan.environments[rank],
-            Streams(subprocess.DEVNULL if rank or not plan.passes_stdin else 0, wiring.stdout, wiring.stderr),
+            Streams(
+                subprocess.DEVNULL if rank or not plan.passes_stdin else 0, outputs.stdout, outputs.stderr
+            ),
             cores=plan.cores[rank],
             process_group=0 if rank else self._terminal_group,
             inherited_fds=plan.inherited_fds + plan.error_fds[rank : rank + 1],
         )
 
-    def _start(self, rank: int, wiring: Wiring, forked: ForkedRank | None = None) -> None:
+    def _start(self, rank: int, outputs: OutputPipes, forked: ForkedRank | None = None) -> None:
         started_at = time.monotonic() if forked is None else self._started_at
         try:
-            process = forked or start_rank(self._plan.command, self._start_of(rank, wiring))
+            process = forked or start_rank(self._plan.command, self._start_of(rank, outputs))
         finally:
-            wiring.close_rank_ends()
-        self._ranks.append(_Rank(rank, process, wiring, started_at))
-        for channel in wiring.channels:
-            self._listen_to(channel)
+            outputs.close_rank_ends()
+        self._ranks.append(_Rank(rank, process, outputs, started_at))
+        for pipe in outputs.pipes:
+            self._listen_to(pipe)
 
     def _open_log(self, rank: int) -> RankLog | None:
         if self._plan.options.log_dir is None:
@@ -182,7 +176,7 @@ class Supervisor:
             if signum == signal.SIGCHLD:
                 self._on_ended()
             elif signum == signal.SIGWINCH and self._ranks:
-                copy_window_size(self._ranks[0].wiring)
+                copy_window_size(self._ranks[0].outputs)
                 send(self._ranks[0].process.pid, signal.SIGWINCH)
             elif signum in (signal.SIGUSR1, signal.SIGUSR2):
                 self._pass_on(signum)
@@ -222,12 +216,12 @@ class Supervisor:
     def _on_rank_ended(self, rank: _Rank, status: int) -> None:
         ended_at = time.monotonic()
         output = self._caught_exception(rank.rank)
-        for channel in rank.wiring.channels:
-            channel.drain()
-            if channel.is_error_output:
-                output = output or channel.tail.decode(errors="replace")
-                if status == 1 and channel.traceback_at is not None:
-                    ended_at = channel.traceback_at  # the time after it is the interpreter's shutdown
+        for pipe in rank.outputs.pipes:
+            pipe.drain()
+            if pipe.is_error_output:
+                output = output or pipe.tail.decode(errors="replace")
+                if status == 1 and pipe.traceback_at is not None:
+                    ended_at = pipe.traceback_at  # the time after it is the interpreter's shutdown
         end = rank.end = failure_report.RankEnd(
             rank=rank.rank,
             pid=rank.process.pid,
@@ -236,11 +230,11 @@ class Supervisor:
             stopped_by=rank.stopped_by,
             output=output,
         )
-        for channel in rank.wiring.channels:
-            if failure_report.traceback_of(end) and channel.take_held():
+        for pipe in rank.outputs.pipes:
+            if failure_report.traceback_of(end) and pipe.take_held():
                 rank.is_traceback_held = True
             else:
-                channel.show_held()
+                pipe.show_held()
         if end.is_failure and self._stop is None:
             # The others normally raise within milliseconds: give them the time to print their errors.
             options = self._plan.options
@@ -252,12 +246,12 @@ class Supervisor:
             self._last_ranks.begin([other.process.pid for other in running], is_most=is_most)
 
     def _show_survived_tracebacks(self) -> None:
-        for channel in self._channels():
-            if channel.seconds_to_hold() == 0.0:
-                channel.show_held()
+        for pipe in self._pipes():
+            if pipe.seconds_to_hold() == 0.0:
+                pipe.show_held()
 
-    def _channels(self) -> list[Channel]:
-        return [channel for rank in self._ranks for channel in rank.wiring.channels]
+    def _pipes(self) -> list[OutputPipe]:
+        return [pipe for rank in self._ranks for pipe in rank.outputs.pipes]
 
     def _caught_exception(self, rank: int) -> str:
         if not self._plan.error_fds:
@@ -275,25 +269,25 @@ class Supervisor:
         for stream, fd in blocked.items():
             if stream not in self._blocked:
                 self._selector.register(fd, selectors.EVENT_WRITE, self._screen.write_kept)
-        for channel in self._channels():
-            was_blocked, is_blocked = channel.stream in self._blocked, channel.stream in blocked
-            if channel.is_open and is_blocked and not was_blocked:
-                self._selector.unregister(channel.fd)
-            elif channel.is_open and was_blocked and not is_blocked:
-                self._listen_to(channel)
+        for pipe in self._pipes():
+            was_blocked, is_blocked = pipe.stream in self._blocked, pipe.stream in blocked
+            if pipe.is_open and is_blocked and not was_blocked:
+                self._selector.unregister(pipe.fd)
+            elif pipe.is_open and was_blocked and not is_blocked:
+                self._listen_to(pipe)
         self._blocked = blocked
 
     def _waits_for_reader(self, rank: _Rank) -> bool:
-        channels = [channel for channel in rank.wiring.channels if channel.stream in self._blocked]
-        return any(channel.is_unread() for channel in channels)
+        pipes = [pipe for pipe in rank.outputs.pipes if pipe.stream in self._blocked]
+        return any(pipe.is_unread() for pipe in pipes)
 
-    def _listen_to(self, channel: Channel) -> None:
-        self._selector.register(channel.fd, selectors.EVENT_READ, lambda: self._read(channel))
+    def _listen_to(self, pipe: OutputPipe) -> None:
+        self._selector.register(pipe.fd, selectors.EVENT_READ, lambda: self._read(pipe))
 
-    def _read(self, channel: Channel) -> None:
-        if not channel.read() and not channel.is_open:
-            self._selector.unregister(channel.fd)
-            channel.close()
+    def _read(self, pipe: OutputPipe) -> None:
+        if not pipe.read() and not pipe.is_open:
+            self._selector.unregister(pipe.fd)
+            pipe.close()
         if self._screen.has_lost_reader and self._stop is None:
             self._begin_stop(128 + signal.SIGPIPE, signal.SIGTERM)
 
@@ -354,7 +348,7 @@ class Supervisor:
     def _seconds_to_sleep(self) -> float:
         seconds = [_LONGEST_SLEEP_S, self._seconds_to_deadline(), self._screen.seconds_to_report()]
         if self._stop is None:
-            seconds += [channel.seconds_to_hold() for channel in self._channels()]
+            seconds += [pipe.seconds_to_hold() for pipe in self._pipes()]
             seconds += [self._recording.seconds_to_look(), self._last_ranks.seconds_to_look()]
         return min(each for each in seconds if each is not None)
 
@@ -412,17 +406,17 @@ class Supervisor:
     # The end
 
     def _finish(self) -> int:
-        channels = self._channels()
-        for channel in channels:
-            channel.drain()
+        pipes = self._pipes()
+        for pipe in pipes:
+            pipe.drain()
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         exit_status, is_failure = self._exit_status(ends)
         if self._dashboard is not None:
             self._dashboard.end(exit_status)
         left = end_leftovers(self._wakeup)
-        for channel in channels:
-            channel.drain()
-            channel.close()
+        for pipe in pipes:
+            pipe.drain()
+            pipe.close()
         if left:
             self._screen.say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
         self._recording.end(exit_status)
@@ -433,7 +427,7 @@ class Supervisor:
                 is_failure=is_failure,
             )
         elif is_failure:
-            raw = [r.rank for r in self._ranks if any(channel.is_raw for channel in r.wiring.channels)]
+            raw = [r.rank for r in self._ranks if any(pipe.is_raw for pipe in r.outputs.pipes)]
             held = [rank.rank for rank in self._ranks if rank.is_traceback_held]
             self._screen.say(
                 failure_report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir)

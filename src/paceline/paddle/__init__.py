@@ -21,7 +21,7 @@ from paceline.paddle.sharding.sharded_optimizer import ShardedOptimizer  # noqa:
 from paceline.paddle.sharding.shared_storage import share  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
-from paceline.replacing import replace_if_asked  # noqa: E402
+from paceline.replace_class import replace_if_asked  # noqa: E402
 
 replace_if_asked(replace_ddp)
 internals.skip_in_sot(f"{Path(__file__).parents[1]}/")

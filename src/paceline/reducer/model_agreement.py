@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, ModelMismatchError, PacelineError, format_ranks
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import read_of_ranks
 
@@ -98,7 +98,7 @@ def reporting_to_peers(
     """Report a ConfigError raised in this context to the ranks that wait in `check_agreement`, so that they
     raise at once.
     """
-    lifetime.install()
+    exit_reports.install()
     try:
         yield
     except ConfigError as error:

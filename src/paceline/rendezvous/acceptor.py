@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from paceline.errors import RendezvousError
 from paceline.rendezvous.frames import Frame, FrameReader, check_same_user, frame
-from paceline.rendezvous.limits import OUT_OF_ROOM
+from paceline.rendezvous.resource_limits import OUT_OF_ROOM
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from paceline.rendezvous.frames import (
     listen,
     send_frame,
 )
-from paceline.rendezvous.limits import start_thread
-from paceline.rendezvous.reasons import Reason
+from paceline.rendezvous.resource_limits import start_thread
+from paceline.rendezvous.shared_memory_failure import SharedMemoryFailure
 
 _log = logging.getLogger("paceline")
 
@@ -47,7 +47,7 @@ class DescriptorServer:
 
     def __init__(self, world_size: int) -> None:
         self.address = ""
-        self.reason = Reason()
+        self.reason = SharedMemoryFailure()
         self._world_size = world_size
         self._key = secrets.token_hex(_KEY_BYTES)
         self._is_closed = False
@@ -57,7 +57,7 @@ class DescriptorServer:
             self._listener = listen("")
             self.address = f"{self._listener.getsockname()[1:].decode('ascii')}/{self._key}"
         except OSError as error:
-            self.reason = Reason.of_system(error, "open a socket")
+            self.reason = SharedMemoryFailure.of_system(error, "open a socket")
             if not self.reason.is_limit:
                 raise
 

@@ -18,7 +18,7 @@ from collections import Counter
 from typing import Any
 
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.resource_limits import start_thread
 
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 26

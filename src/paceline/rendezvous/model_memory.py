@@ -16,7 +16,7 @@ from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
-from paceline.rendezvous.reasons import Reason, raise_limits
+from paceline.rendezvous.shared_memory_failure import SharedMemoryFailure, raise_limits
 
 
 def share_model_memory(
@@ -39,7 +39,7 @@ def share_model_memory(
                     fd = _core.create_model_memory(nbytes)
                     server.serve(fd)
                 except PacelineError as error:
-                    reason = Reason.of(error)
+                    reason = SharedMemoryFailure.of(error)
             reported = {"address": server.address, **reason.facts()}
             offers = gather_objects(exchange, reported, max(deadline.left_s(), 1e-3))
             raise_limits(offers, what)
@@ -50,7 +50,7 @@ def share_model_memory(
                 memory = _core.ModelMemory(fd)
                 memory.reserve_share(host_ranks.index(exchange.rank), len(host_ranks))
             except (PacelineError, OSError) as error:
-                reason = Reason.of_transfer(error, first)
+                reason = SharedMemoryFailure.of_transfer(error, first)
             states = gather_objects(exchange, reason.facts(), max(deadline.left_s(), 1e-3))
         raise_limits(states, what)
     finally:

@@ -24,8 +24,8 @@ from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
-from paceline.rendezvous.reasons import Reason as _Reason
-from paceline.rendezvous.reasons import raise_limits as _raise_limits
+from paceline.rendezvous.shared_memory_failure import SharedMemoryFailure
+from paceline.rendezvous.shared_memory_failure import raise_limits as _raise_limits
 from paceline.stacks import answer_requests
 
 _log = logging.getLogger("paceline")
@@ -118,7 +118,7 @@ def share_memory(
         hosts.setdefault(offer["place"], []).append(rank)
     if exchange.rank == 0:
         _report_split(hosts)
-    host_group, reason = None, _Reason()
+    host_group, reason = None, SharedMemoryFailure()
     try:
         host_group = _core.HostGroup(
             fd,
@@ -132,7 +132,7 @@ def share_memory(
             slow=slow,
         )
     except PacelineError as error:
-        reason = _Reason.of(error)
+        reason = SharedMemoryFailure.of(error)
     finally:
         _close(fd)
     _join(host_group, exchange, reason, name, deadline)
@@ -175,7 +175,11 @@ def _words_for(name: str) -> str:
 
 
 def _join(
-    host_group: _core.HostGroup | None, exchange: Exchange, reason: _Reason, name: str, deadline: Deadline
+    host_group: _core.HostGroup | None,
+    exchange: Exchange,
+    reason: SharedMemoryFailure,
+    name: str,
+    deadline: Deadline,
 ) -> None:
     try:
         _raise_limits(_all_gather(exchange, reason.facts(), deadline), _words_for(name))
@@ -196,22 +200,22 @@ def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -
     return gather_objects(exchange, facts, max(deadline.left_s(), 1e-3))
 
 
-def _host_hint() -> tuple[str, _Reason]:
+def _host_hint() -> tuple[str, SharedMemoryFailure]:
     """A hint that is equal on ranks that can share memory, and the reason if it is not certain.
 
     Memory is shared over an abstract Unix socket. With a reason, the hint may be equal on other ranks too.
     """
-    reason, boot_id = _Reason(), ""
+    reason, boot_id = SharedMemoryFailure(), ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
     except OSError as error:  # a sandbox may not have the file
-        reason = _Reason.of_system(error, "read the boot id")
+        reason = SharedMemoryFailure.of_system(error, "read the boot id")
     network = 0
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError as error:
-        reason = _Reason.of_system(error, "learn in which network namespace it is")
+        reason = SharedMemoryFailure.of_system(error, "learn in which network namespace it is")
     return f"{boot_id}/{network}/{os.getuid()}", reason
 
 
@@ -223,7 +227,7 @@ def _region_fd(
     deadline: Deadline,
     *,
     is_certain: bool,
-) -> tuple[int, _Reason]:
+) -> tuple[int, SharedMemoryFailure]:
     if rank == host_ranks[0]:
         fd = -1
         try:
@@ -232,19 +236,19 @@ def _region_fd(
         except RegionError as error:
             _close(fd)
             server.close()
-            return -1, _Reason.of(error)
-        return fd, _Reason()
+            return -1, SharedMemoryFailure.of(error)
+        return fd, SharedMemoryFailure()
     fd, leader = -1, host_ranks[0]
     try:
         fd = take_descriptor(offer["address"], Deadline(SHARE_OF_TAKING * deadline.left_s()), leader)
         _check_nonce(fd, offer["nonce"])
     except (PacelineError, OSError) as error:
         _close(fd)
-        return -1, _Reason.of_transfer(error, leader, is_certain=is_certain)
+        return -1, SharedMemoryFailure.of_transfer(error, leader, is_certain=is_certain)
     except BaseException:
         _close(fd)
         raise
-    return fd, _Reason()
+    return fd, SharedMemoryFailure()
 
 
 def _check_nonce(fd: int, nonce: str) -> None:

@@ -11,7 +11,7 @@ from paceline.torch import versions
 versions.check()
 
 from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
-from paceline.replacing import replace_if_asked  # noqa: E402
+from paceline.replace_class import replace_if_asked  # noqa: E402
 from paceline.torch import backend, compression  # noqa: E402
 from paceline.torch.backend.empty import empty  # noqa: E402
 from paceline.torch.backend.init_process_group import init_process_group  # noqa: E402

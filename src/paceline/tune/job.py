@@ -12,13 +12,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch.process import (
-    descendants,
-    die_with_parent,
-    python_command,
-    send,
-    wait_readable,
-)
+from paceline.launch.process_tree import descendants, die_with_parent, send, wait_readable
+from paceline.launch.rank_process import python_command
 from paceline.launch.tune_answers import Layout
 from paceline.trace.ring_file import (
     BATCHES_VARIABLE,

@@ -36,7 +36,7 @@ from paceline.reducer.framework_ops import nbytes
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
-from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.resource_limits import start_thread
 
 _PATIENCE_S = 0.02
 

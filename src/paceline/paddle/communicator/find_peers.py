@@ -22,7 +22,7 @@ from paceline.collectives.straggler_warning import DEFAULT_WARN_AFTER_S
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, warn
 from paceline.paddle.communicator.calls import GroupCalls
-from paceline.paddle.communicator.start import export_place, form_paddles_group, needs_paddles_group
+from paceline.paddle.communicator.form_group import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.peers import EnvironmentGroup, GroupPeers, exchange_of_named
 from paceline.reducer.process_group_peers import ProcessGroupExchange, ProcessGroupPeers, store_checks_of

@@ -10,8 +10,8 @@ from paddle import nn
 
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
-from paceline.launch.context import SpawnContext
 from paceline.launch.spawn import spawn as launch_spawn
+from paceline.launch.spawn_context import SpawnContext
 from paceline.paddle.communicator.find_peers import connect_environment
 from paceline.paddle.ddp.parallel import DataParallel
 

@@ -28,7 +28,7 @@ from paceline.paddle.checkpoint import CHECKPOINT_OPS
 from paceline.paddle.communicator.comm_hook import GradBucket
 from paceline.paddle.communicator.connect import connect
 from paceline.paddle.communicator.find_peers import LonePeers, Peers, find_peers, known_exchange
-from paceline.paddle.communicator.start import membership_of_default_group
+from paceline.paddle.communicator.form_group import membership_of_default_group
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
@@ -43,7 +43,7 @@ from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.start import refuse_latecomers
+from paceline.rendezvous.preflight import refuse_latecomers
 from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import written
 from paceline.trace.recording import recording

@@ -8,7 +8,7 @@ from paddle.io import DistributedBatchSampler as _PaddleSampler
 from paceline import data
 from paceline.arguments import Arguments
 from paceline.paddle.ddp.parallel import DataParallel
-from paceline.replacing import Pair, Replacement, replace
+from paceline.replace_class import Pair, Replacement, replace
 
 
 class DistributedBatchSampler(data.DistributedBatchSampler, _PaddleSampler):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NoReturn, final
 
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.peer_errors import activity_of
 from paceline.health.stop_signals import stop_signals
 from paceline.reducer.backward import conclusion as stages
@@ -96,7 +96,7 @@ class BackwardSync(Generic[AnyAutograd]):
         tensors = front_end.tensors
         self.state = state
         self.state.arm, self.state.give_up = self._arm, self._give_up_interrupted
-        lifetime.before_leaving(self._warn_at_exit)
+        exit_reports.before_leaving(self._warn_at_exit)
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
         self._has_sparse = len(self.sparse.indices) > 0
         self._packed: Sequence[Any] = ()  # the sparse gradients of the micro-batches of a step

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from paceline import _core
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.reducer.backward.state import EndOfBackward
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.plan import Plan
@@ -47,7 +47,7 @@ class BackwardLog:
         self.totals = ModelTotals(rank, times, self.records)
         recording.begin_if_asked(rank, world_size)
         if recording.note is not None:
-            lifetime.at_failure(recording.note_failure)
+            exit_reports.at_failure(recording.note_failure)
         self._model = recording.number_model(self.totals)
         self.before_first = backward_id(self._model, 0)
 

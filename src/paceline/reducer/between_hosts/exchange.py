@@ -39,13 +39,13 @@ import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.control_channel import ControlChannel
 from paceline.health.peer_errors import pack_failure, unpack_failure
 from paceline.reducer.between_hosts.messages import InFlightBucket, Terms
 from paceline.reducer.between_hosts.sum_messages import InFlightSums
 from paceline.reducer.between_hosts.value_messages import InFlightFewValues, InFlightValues, ValuesBackward
-from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.resource_limits import start_thread
 
 WINDOW = 4
 _LOOK_S = 0.05  # how often a thread that waits for free memory checks whether the host's group has ended
@@ -101,7 +101,7 @@ class HostExchange:
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         start_thread(self._thread)
         control.at_failure(self._fail)
-        lifetime.before_leaving(self.join)  # this rank's backward may be over before its peer's
+        exit_reports.before_leaving(self.join)  # this rank's backward may be over before its peer's
 
     # --- the thread that runs the backward ---
 

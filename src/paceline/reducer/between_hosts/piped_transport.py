@@ -34,7 +34,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.connections import shut_down, stop_receiving
 from paceline.reducer.between_hosts.message_headers import (
     HEADER_BYTES,
@@ -45,7 +45,7 @@ from paceline.reducer.between_hosts.message_headers import (
     tag_of,
 )
 from paceline.reducer.between_hosts.routes import MESSAGE_BYTES
-from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.resource_limits import start_thread
 
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)
 """Most bytes of one call: a piece with its header and usual reports. Longer messages take several calls."""
@@ -114,8 +114,8 @@ class Pipes:
         }
         self._senders = [lane for each in self.outgoing.values() for lane in each]
         self._receivers = [lane for each in self.incoming.values() for lane in each]
-        lifetime.at_failure(self._end_for)
-        lifetime.before_leaving(self.close, is_last=True)  # after messages that are still on their way
+        exit_reports.at_failure(self._end_for)
+        exit_reports.before_leaving(self.close, is_last=True)  # after messages that are still on their way
 
     def abort(self) -> None:
         """End all waits with an error; nothing can be sent any more. Not collective, does not block."""

@@ -23,9 +23,9 @@ from paceline.arguments import Arguments
 from paceline.env import RankEnvironment, read_rank_environment, split_address
 from paceline.errors import RendezvousError
 from paceline.launch.ports import who_listens
-from paceline.rendezvous.limits import START_OF_THREAD, explain
 from paceline.rendezvous.membership import Membership
-from paceline.rendezvous.start import Start, prepare
+from paceline.rendezvous.preflight import Preflight, prepare
+from paceline.rendezvous.resource_limits import START_OF_THREAD, explain
 from paceline.torch.communicator.store_exchange import FrameworkKeyStore
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's default for Gloo
@@ -92,7 +92,7 @@ def init_process_group(
     os.environ.update(torch_variables(place))
     timeout_s = options["timeout"].total_seconds() if "timeout" in options else _DEFAULT_TIMEOUT_S
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    start = prepare(
+    preflight = prepare(
         place,
         "MASTER_ADDR",
         f"torch {torch.__version__.partition('+')[0]}",  # without the suffix, which depends on the hardware
@@ -102,10 +102,10 @@ def init_process_group(
         owner="paceline.torch",
     )
     if not serves:
-        start.wait_for_rank_0()
-    store = _open_store(start, timeout_s, serves=serves)
+        preflight.wait_for_rank_0()
+    store = _open_store(preflight, timeout_s, serves=serves)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    membership = start.attend(FrameworkKeyStore(store), f"paceline/start/{attempt}/{next(_starts)}")
+    membership = preflight.attend(FrameworkKeyStore(store), f"paceline/start/{attempt}/{next(_starts)}")
     os.environ.update(torch_variables(_place_by_names(place, membership)))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
     if dist.group.WORLD is not None:
@@ -128,12 +128,12 @@ def _checked_backend(backend: str) -> str:
     return text
 
 
-def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
+def _open_store(preflight: Preflight, timeout_s: float, *, serves: bool) -> TCPStore:
     """torch's store, served by rank 0 or by torchrun's agent. Does not wait for the other ranks."""
     try:
         return TCPStore(
-            start.way.address,
-            start.port,
+            preflight.way.address,
+            preflight.port,
             is_master=serves,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
@@ -145,13 +145,14 @@ def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
         if os.strerror(errno.EAGAIN) in seen:  # the store already listens: it holds the port itself
             likely, hint = explain(errno.EAGAIN, START_OF_THREAD)
         elif serves:
-            holder = who_listens(start.port)
+            holder = who_listens(preflight.port)
             seen = f"the port is held by {holder}" if holder else seen
             likely = "another job uses the same address"
             hint = "give each job a MASTER_PORT of its own; `paceline run` finds a free one"
+        way = preflight.way
         raise RendezvousError(
-            f"{start.who} could not {'open' if serves else 'reach'} torch's store.",
-            where=f"MASTER_ADDR {start.way.name}, MASTER_PORT {start.port}; {start.way.describe()}",
+            f"{preflight.who} could not {'open' if serves else 'reach'} torch's store.",
+            where=f"MASTER_ADDR {way.name}, MASTER_PORT {preflight.port}; {way.describe()}",
             seen=seen,
             likely=likely,
             hint=hint,

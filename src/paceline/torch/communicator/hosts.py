@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.collectives.formation import share_alone
 from paceline.errors import RendezvousError
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.connections import (
     close_once_arrived,
     connected_sockets,
@@ -145,7 +145,7 @@ class GlooTransport:
         # received it yet may already request the next backward over the same connection; closing the
         # connection would then reset it.
         weakref.finalize(self, close_once_arrived, sockets).atexit = False
-        lifetime.before_leaving(self.leave, is_last=True)
+        exit_reports.before_leaving(self.leave, is_last=True)
 
     # The two methods return torch's calls without a Python wrapper, whose cost every message would pay.
 

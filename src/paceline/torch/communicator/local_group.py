@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import ConfigError, RendezvousError, format_ranks
-from paceline.health import lifetime
+from paceline.health import exit_reports
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
@@ -120,7 +120,7 @@ def local_group_of(
     made = _groups.setdefault(peers.process_group, {})
     if device.type not in made:
         group = _make(peers, hosts, device)
-        lifetime.before_leaving(group.leave, is_last=True)
+        exit_reports.before_leaving(group.leave, is_last=True)
         LocalCalls(group, peers, peer_monitor, device).connect()
         made[device.type] = group  # if connect() raised, the next attempt creates another group
     return made[device.type]

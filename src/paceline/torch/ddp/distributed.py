@@ -26,7 +26,7 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.reducer.model_agreement import reporting_to_peers
-from paceline.rendezvous.start import refuse_latecomers
+from paceline.rendezvous.preflight import refuse_latecomers
 from paceline.sharding.partial_steps import partial_steps
 from paceline.torch.backend.init_process_group import membership_of_default_group
 from paceline.torch.backward.autograd import TorchBackwardSync, make_sync

@@ -8,7 +8,7 @@ from torch.utils.data.distributed import DistributedSampler as _TorchSampler
 
 from paceline.arguments import Arguments
 from paceline.data import DistributedSampler
-from paceline.replacing import Pair, Replacement, replace
+from paceline.replace_class import Pair, Replacement, replace
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
 

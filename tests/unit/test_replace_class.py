@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from paceline import replacing
+from paceline import replace_class
 from paceline.errors import ConfigError
 from paceline.import_hook import unwatch_imports, watch_imports
-from paceline.replacing import Pair, replace
+from paceline.replace_class import Pair, replace
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def framework(tmp_path, monkeypatch):
     yield SimpleNamespace(
         Wrapper=Wrapper, Ours=Ours, pair=pair, **{n.replace(".", "_"): m for n, m in modules.items()}
     )
-    for each in list(replacing._active.values()):
+    for each in list(replace_class._active.values()):
         each.undo()
     for name in ("late", "outer", "trigger"):
         sys.modules.pop(name, None)
@@ -198,10 +198,10 @@ def test_what_the_variable_asks_for(value, answer, monkeypatch):
     monkeypatch.delenv("PACELINE_REPLACE_DDP", raising=False)
     if value is not None:
         monkeypatch.setenv("PACELINE_REPLACE_DDP", value)
-    assert replacing.asked_by_environment() == answer
+    assert replace_class.asked_by_environment() == answer
 
 
 def test_a_value_that_means_nothing_is_refused(monkeypatch):
     monkeypatch.setenv("PACELINE_REPLACE_DDP", "yes")
     with pytest.raises(ConfigError, match="PACELINE_REPLACE_DDP=yes is not usable"):
-        replacing.asked_by_environment()
+        replace_class.asked_by_environment()

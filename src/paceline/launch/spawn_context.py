@@ -18,9 +18,9 @@ from datetime import timedelta
 from paceline.arguments import Arguments
 from paceline.errors import LaunchError, format_ranks
 from paceline.launch import failure_report
-from paceline.launch.cells import with_cell_names
+from paceline.launch.notebook_cells import with_cell_names
 from paceline.launch.plan import Plan
-from paceline.launch.process import wait_readable
+from paceline.launch.process_tree import wait_readable
 
 _STARTED_WITHIN_S = 60.0
 _ENDED_WITHIN_S = 20.0  # after the lifeline is closed

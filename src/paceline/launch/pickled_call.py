@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 from paceline.errors import ConfigError
-from paceline.launch.cells import remember_sources, typed_sources
+from paceline.launch.notebook_cells import remember_sources, typed_sources
 
 
 @dataclass
@@ -45,12 +45,12 @@ class _Inheritance:
 
 
 @dataclass(frozen=True)
-class Payload:
+class PickledCall:
     data: bytes
     fds: tuple[int, ...]  # descriptors that the other process must inherit
 
 
-def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
+def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> PickledCall:
     """Pickle a call.
 
     Args:
@@ -67,7 +67,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
     finally:
         set_spawning_popen(None)
     first = pickle.dumps((preparation, _tracker_fd(), typed_sources()))
-    return Payload(first + call, tuple(inheritance.fds) + _tracker_fds())
+    return PickledCall(first + call, tuple(inheritance.fds) + _tracker_fds())
 
 
 def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

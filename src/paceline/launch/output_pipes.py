@@ -63,7 +63,7 @@ class RankLog:
             )
 
 
-class Channel:
+class OutputPipe:
     """One output stream of one rank: reads it, shows it, and keeps its end for the report."""
 
     def __init__(
@@ -156,10 +156,10 @@ class Channel:
 
 
 @dataclass
-class Wiring:
+class OutputPipes:
     stdout: int
     stderr: int
-    channels: list[Channel]
+    pipes: list[OutputPipe]
     pty_master: int | None = None  # if rank 0 sees a terminal
 
     def close_rank_ends(self) -> None:
@@ -168,7 +168,7 @@ class Wiring:
         os.close(self.stderr)
 
 
-def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | None) -> Wiring:
+def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | None) -> OutputPipes:
     """Open the streams of a rank.
 
     Output of the only rank, and of rank 0 on a terminal, is passed on unchanged, so that progress bars can
@@ -176,13 +176,13 @@ def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | 
     streams, to keep their order.
     """
     fds: dict[int, int] = {}
-    channels: dict[int, Channel] = {}
+    pipes: dict[int, OutputPipe] = {}
     master = None
     for stream in (1, 2):
         is_raw = prefix != "always" and (nprocs == 1 or (rank == 0 and screen.is_terminal(stream)))
         if is_raw and screen.is_terminal(stream) and master is not None:
             fds[stream] = os.dup(fds[1])
-            channels[1].is_error_output = True
+            pipes[1].is_error_output = True
             continue
         if is_raw and screen.is_terminal(stream):
             reader, fds[stream] = pty.openpty()
@@ -191,17 +191,17 @@ def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | 
         else:
             reader, fds[stream] = os.pipe()
         text = None if is_raw else b"" if prefix == "never" else screen.prefix(rank, stream)
-        channels[stream] = Channel(screen, reader, stream, text, log, rank)
-    wiring = Wiring(fds[1], fds[2], list(channels.values()), master)
-    copy_window_size(wiring)
-    return wiring
+        pipes[stream] = OutputPipe(screen, reader, stream, text, log, rank)
+    outputs = OutputPipes(fds[1], fds[2], list(pipes.values()), master)
+    copy_window_size(outputs)
+    return outputs
 
 
-def copy_window_size(wiring: Wiring) -> None:
-    if wiring.pty_master is None:
+def copy_window_size(outputs: OutputPipes) -> None:
+    if outputs.pty_master is None:
         return
     for stream in (1, 2):
         with suppress(OSError):  # that stream is not the terminal
             size = ioctl(stream, termios.TIOCGWINSZ, bytes(8))
-            ioctl(wiring.pty_master, termios.TIOCSWINSZ, size)
+            ioctl(outputs.pty_master, termios.TIOCSWINSZ, size)
             return

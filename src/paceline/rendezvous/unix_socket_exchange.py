@@ -28,7 +28,6 @@ from paceline.rendezvous.frames import (
     receive_frame,
     send_frame,
 )
-from paceline.rendezvous.limits import explain
 from paceline.rendezvous.messages import (
     Hello,
     MessageError,
@@ -41,6 +40,7 @@ from paceline.rendezvous.messages import (
     write_object,
 )
 from paceline.rendezvous.rendezvous_address import hub_address, taken_error, unknown_peer_error
+from paceline.rendezvous.resource_limits import explain
 
 # Rank 0 knows which ranks are missing: after their own deadline, the others wait this long for its report.
 _GRACE_S = 5.0
@@ -49,7 +49,7 @@ _SAY_EVERY_S = 10.0
 _DIAL_S = 0.5
 
 
-class HubExchange:
+class UnixSocketExchange:
     """A context manager; closing it ends the connections.
 
     Args:
@@ -97,7 +97,7 @@ class HubExchange:
             self.close()
             raise
 
-    def __enter__(self) -> HubExchange:
+    def __enter__(self) -> UnixSocketExchange:
         return self
 
     def __exit__(self, *_: object) -> None:

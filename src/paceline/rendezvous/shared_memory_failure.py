@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import PacelineError, RegionError, format_ranks
-from paceline.rendezvous.limits import explain
+from paceline.rendezvous.resource_limits import explain
 
 _SANDBOX = (
     "that rank has died, or a sandbox, a seccomp filter or another user namespace keeps processes of this "
@@ -17,8 +17,8 @@ _ALLOW = 'let them do so (SCM_RIGHTS); or reduce_through="group", which needs no
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why a rank cannot go on; an empty `problem` means that it can.
+class SharedMemoryFailure:
+    """Why a rank cannot share memory; an empty `problem` means that it can.
 
     Attributes:
         owner: The rank whose memory this one did not get; -1 if the problem concerns no other rank.
@@ -31,16 +31,18 @@ class Reason:
     owner: int = -1
 
     @classmethod
-    def of(cls, error: PacelineError) -> Reason:
+    def of(cls, error: PacelineError) -> SharedMemoryFailure:
         return cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=True)
 
     @classmethod
-    def of_system(cls, error: OSError, doing: str) -> Reason:
+    def of_system(cls, error: OSError, doing: str) -> SharedMemoryFailure:
         likely, remedy = explain(error.errno or 0)
         return cls(f"could not {doing}: {error}", likely, remedy, is_limit=bool(likely))
 
     @classmethod
-    def of_transfer(cls, error: PacelineError | OSError, rank: int, *, is_certain: bool = True) -> Reason:
+    def of_transfer(
+        cls, error: PacelineError | OSError, rank: int, *, is_certain: bool = True
+    ) -> SharedMemoryFailure:
         """Why this rank did not get the memory of another rank of its host."""
         if isinstance(error, PacelineError):
             found = cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=is_certain)

@@ -1,4 +1,4 @@
-"""The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it reports.
+"""Checks before the framework forms a group: how a rank reaches rank 0, and what it reports to the others.
 
 It finds problems for which a framework would wait in silence, or raise an error without a name: on this rank
 alone, or once all ranks have arrived (`membership`).
@@ -32,7 +32,7 @@ _LEAST_S = 1.0  # for a rank that has arrived only just in time
 
 
 @dataclass(frozen=True)
-class Start:
+class Preflight:
     """What one rank knows before it has contacted the others.
 
     Attributes:
@@ -80,7 +80,7 @@ def prepare(
     serves: bool,
     over_gloo: bool,
     owner: str,
-) -> Start:
+) -> Preflight:
     """Check whether this rank can reach the others, and set the address at which Gloo listens."""
     deadline = Deadline(timeout_s)
     way = find_way(place.master_addr, what)
@@ -126,7 +126,7 @@ def prepare(
         *listens,
     )
     who = f"Rank {place.rank} of {place.world_size} on host {arrival.host}"
-    return Start(who, what, way, place.master_port, deadline, arrival, secret.key)
+    return Preflight(who, what, way, place.master_port, deadline, arrival, secret.key)
 
 
 def refuse_latecomers(membership: Membership | None) -> None:

@@ -33,8 +33,8 @@ from paceline.rendezvous.addresses import wait_for_listener
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.membership import Membership
 from paceline.rendezvous.membership_store import MembershipClient, MembershipServer
+from paceline.rendezvous.preflight import Preflight, prepare
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError
-from paceline.rendezvous.start import Start, prepare
 
 _ANSWER_WITHIN_S = 30.0  # time-out of one call of the membership store
 _NAP_S = 0.005
@@ -91,7 +91,7 @@ def form_paddles_group(timeout_s: float) -> None:
     split_address(address, _WHAT)
     place = read_rank_environment(address=address)
     serves = place.rank == 0
-    start = prepare(
+    preflight = prepare(
         place,
         _WHAT,
         f"paddle {paddle.__version__}",
@@ -101,14 +101,14 @@ def form_paddles_group(timeout_s: float) -> None:
         owner="paceline.paddle",
     )
     if not serves:
-        start.wait_for_rank_0()
-    membership_store = _open_store(start, serves=serves)
+        preflight.wait_for_rank_0()
+    membership_store = _open_store(preflight, serves=serves)
     prefix = f"{_PREFIX}/{next(_starts)}"
     try:
-        membership = start.attend(membership_store, prefix)
-        port = _port_of_paddles_store(start, membership, f"{prefix}/store", serves=serves)
-        with _naming(f"{start.way.address}:{port}"):
-            _form_with_all(start, membership, f"{prefix}/formed", serves=serves)
+        membership = preflight.attend(membership_store, prefix)
+        port = _port_of_paddles_store(preflight, membership, f"{prefix}/store", serves=serves)
+        with _naming(f"{preflight.way.address}:{port}"):
+            _form_with_all(preflight, membership, f"{prefix}/formed", serves=serves)
     except BaseException:
         if dist.is_initialized():
             _has_formed = True
@@ -169,49 +169,49 @@ def export_place(group: Group) -> None:
     internals.read_rank_anew()
 
 
-def _open_store(start: Start, *, serves: bool) -> MembershipClient:
+def _open_store(preflight: Preflight, *, serves: bool) -> MembershipClient:
     global _server
     try:
-        if serves and (_server is None or _server.port != start.port):
-            _server = MembershipServer(start.port, start.arrival.world_size)
-        return MembershipClient(start.way.address, start.port, _ANSWER_WITHIN_S)
+        if serves and (_server is None or _server.port != preflight.port):
+            _server = MembershipServer(preflight.port, preflight.arrival.world_size)
+        return MembershipClient(preflight.way.address, preflight.port, _ANSWER_WITHIN_S)
     except OSError as error:
-        holder = who_listens(start.port) if serves else None
+        holder = who_listens(preflight.port) if serves else None
         raise RendezvousError(
-            f"{start.who} could not {'open' if serves else 'reach'} the rendezvous address of this job.",
-            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            f"{preflight.who} could not {'open' if serves else 'reach'} the rendezvous address of this job.",
+            where=f"{_WHAT} {preflight.way.name}:{preflight.port}; {preflight.way.describe()}",
             seen=f"the port is held by {holder}" if holder else error.strerror or str(error),
             likely="another job uses the same address" if serves else "rank 0 has ended meanwhile",
             hint=f"give each job a {_WHAT} of its own" if serves else "look at rank 0's output",
         ) from error
 
 
-def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, serves: bool) -> int:
+def _port_of_paddles_store(preflight: Preflight, membership: Membership, key: str, *, serves: bool) -> int:
     """Agree on the port of Paddle's store. Collective.
 
     Rank 0 returns only when all others have read the port: it then calls Paddle, which holds the
     interpreter's lock until the group is formed, and the membership store answers no rank meanwhile.
     """
-    with _reaching_the_store(start):
+    with _reaching_the_store(preflight):
         if serves:
             with socket.create_server(("", 0)) as reserved:
                 port: int = reserved.getsockname()[1]
-            _publish_from_rank_0(membership, key, str(port), start.deadline)
+            _publish_from_rank_0(membership, key, str(port), preflight.deadline)
             return port
-        port = int(_received_from_rank_0(membership, key, "where Paddle's store is", start.deadline))
+        port = int(_received_from_rank_0(membership, key, "where Paddle's store is", preflight.deadline))
     wait_for_listener(
-        start.way,
+        preflight.way,
         port,
-        start.deadline.left_s(),
+        preflight.deadline.left_s(),
         what="Paddle's store at",
-        who=start.who,
+        who=preflight.who,
         likely="rank 0 has ended, or a firewall lets only some ports through",
         hint="look at rank 0's output",
     )
     return port
 
 
-def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bool) -> None:
+def _form_with_all(preflight: Preflight, membership: Membership, key: str, *, serves: bool) -> None:
     """Form Paddle's group, and wait until all ranks have formed it. Collective.
 
     Gloo may have formed its group on one rank while another one still reads addresses from the store. If the
@@ -229,8 +229,8 @@ def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bo
                 _write(membership, f"{key}/{own}", problem)
         raise
     # All ranks arrived in time, the last one perhaps just before the deadline; Gloo gives it this long.
-    deadline = Deadline(max(start.deadline.left_s(), GLOO_LIMIT_S))
-    with _reaching_the_store(start):
+    deadline = Deadline(max(preflight.deadline.left_s(), GLOO_LIMIT_S))
+    with _reaching_the_store(preflight):
         if serves:
             if problem := _problem_of_others(membership, key, deadline):
                 with contextlib.suppress(RuntimeError):  # a rank that has failed does not read it
@@ -244,8 +244,8 @@ def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bo
             problem = _received_from_rank_0(membership, key, "that all have formed Paddle's group", answer_by)
     if problem:
         raise RendezvousError(
-            f"{start.who} has formed Paddle's group, and another rank could not.",
-            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            f"{preflight.who} has formed Paddle's group, and another rank could not.",
+            where=f"{_WHAT} {preflight.way.name}:{preflight.port}; {preflight.way.describe()}",
             seen=problem,
             likely="that rank cannot reach the others, or has died or was stopped",
             hint="look at the output of that rank first",
@@ -291,13 +291,13 @@ def _await(membership: Membership, key: str, reason: str, deadline: Deadline) ->
 
 
 @contextlib.contextmanager
-def _reaching_the_store(start: Start) -> Iterator[None]:
+def _reaching_the_store(preflight: Preflight) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ForeignValueError, ValueError) as error:
         raise RendezvousError(
-            f"{start.who} lost the rendezvous address of this job.",
-            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            f"{preflight.who} lost the rendezvous address of this job.",
+            where=f"{_WHAT} {preflight.way.name}:{preflight.port}; {preflight.way.describe()}",
             seen=str(error),
             likely="rank 0 has ended meanwhile, or an unknown peer writes there",
             hint="look at rank 0's output first",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.health import lifetime
+from paceline.health import exit_reports
 
 
 class Leaving:
@@ -22,12 +22,12 @@ class Leaving:
 def test_an_exit_warning_that_raises_keeps_no_other_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     for name in ("_exit_warnings", "_last_exit_warnings"):
-        monkeypatch.setattr(lifetime, name, [])
-    monkeypatch.setattr(lifetime, "close_all", lambda: said.append("the groups"))
+        monkeypatch.setattr(exit_reports, name, [])
+    monkeypatch.setattr(exit_reports, "close_all", lambda: said.append("the groups"))
     leaving = [Leaving("first", said), Leaving("second", said, is_broken=True), Leaving("third", said)]
-    lifetime.before_leaving(leaving[2].leave, is_last=True)
+    exit_reports.before_leaving(leaving[2].leave, is_last=True)
     for each in leaving[:2]:
-        lifetime.before_leaving(each.leave)
+        exit_reports.before_leaving(each.leave)
     with pytest.raises(RuntimeError, match="second is broken"):
-        lifetime._end()
+        exit_reports._end()
     assert said == ["first", "second", "third", "the groups"]
