@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t kNothing = 0;
 
 /// 32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample. Their
-/// meaning is in paceline/reducer/backward/drift.py.
+/// meaning is in paceline/reducer/backward/replica_drift.py.
 uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
                    bool accumulated) {
   const auto most = static_cast<uint32_t>(std::min<int64_t>(dropped, 0xff));

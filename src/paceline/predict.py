@@ -37,7 +37,7 @@ from paceline.reducer.between_hosts.routes import BUCKET_BYTES, plan_route
 from paceline.units import format_ratio, format_size, format_time
 
 if TYPE_CHECKING:
-    from paceline.sharding.memory import MemoryPlan
+    from paceline.sharding.memory_estimate import MemoryPlan
 
 _TORCH_BUCKETS = (1 << 20, 25 << 20)  # torch's first bucket, and the others
 _ITEM_BYTES = 4  # sums are sent as float32

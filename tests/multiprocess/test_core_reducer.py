@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 
 from paceline import _core
 from paceline.errors import ConfigError, GroupClosedError
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 from tests.harness import kept_ranks, run_ranks
 from tests.multiprocess.reducer_world import (
     FINISHED,

@@ -392,10 +392,10 @@ def test_local_sgd_is_refused(group):
 
 @ranks(2)
 def test_too_little_memory_is_reported_before_any_is_taken(group):
-    from paceline.sharding import moving
+    from paceline.sharding import move_to_shared_memory
 
-    true = moving.lay_out
-    moving.lay_out = lambda sizes: (true(sizes)[0], 1 << 50)  # as if the model were as large
+    true = move_to_shared_memory.lay_out
+    move_to_shared_memory.lay_out = lambda sizes: (true(sizes)[0], 1 << 50)  # as if the model were as large
     with pytest.raises(RegionError) as caught:
         wrap(group, make_model())
     assert "are needed, and the machine or the container has" in str(caught.value)

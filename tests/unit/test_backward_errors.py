@@ -12,7 +12,7 @@ from paceline.reducer.backward_errors import (
     skipped_error,
     unused_error,
 )
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 
 PLAIN, FINISHED, INTERRUPTED = (
     BackwardStatus(1),

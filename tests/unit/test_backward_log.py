@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline import _core
-from paceline.reducer.backward import log as backward_log
-from paceline.reducer.backward.log import BackwardLog
+from paceline.reducer.backward import backward_log
+from paceline.reducer.backward.backward_log import BackwardLog
 from paceline.trace.records import Event, backward_id, float_bits
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 
 LARGEST = (1 << 20) - 1  # a number of forwards
 LARGEST_DIGEST = (1 << BackwardStatus.DIGEST_BITS) - 1

@@ -15,7 +15,7 @@ from paceline import _core
 from paceline.collectives.failures import Reason
 from paceline.collectives.ops import ReduceOp
 from paceline.launch.plan import MAX_NPROCS
-from paceline.reducer.protocol import Outcome
+from paceline.reducer.reducer_interface import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ast.parse((ROOT / "src" / "paceline" / "_core.pyi").read_text())

@@ -21,7 +21,7 @@ from paceline.reducer.between_hosts.device_shards import DeviceShards, plan_of_s
 from paceline.reducer.communicator import ReductionOptions  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
-from paceline.reducer.protocol import BackwardStatus  # noqa: E402
+from paceline.reducer.reducer_interface import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import calls as calls_module  # noqa: E402
 from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
 from paceline.torch.communicator.device_shard_transport import DeviceShardTransport  # noqa: E402

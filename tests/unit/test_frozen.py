@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from paceline.reducer.backward_reports import differ_in_frozen_only, digest_of, is_all_unused_frozen
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 
 FINISHED = BackwardStatus(finished=True)
 

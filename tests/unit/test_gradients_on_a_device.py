@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from paceline.reducer.communicator import ReductionOptions  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
-from paceline.reducer.protocol import BackwardStatus  # noqa: E402
+from paceline.reducer.reducer_interface import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import calls as calls_module  # noqa: E402
 from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
 from paceline.torch.communicator.device_nonfinite import FiniteChecks  # noqa: E402

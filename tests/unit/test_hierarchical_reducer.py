@@ -32,7 +32,7 @@ from paceline.reducer.between_hosts.message_headers import Message, tag_of
 from paceline.reducer.between_hosts.routes import Route, num_shards, plan_route
 from paceline.reducer.between_hosts.value_messages import InFlightValues
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
-from paceline.reducer.protocol import BackwardStatus, Outcome
+from paceline.reducer.reducer_interface import BackwardStatus, Outcome
 
 TIMEOUT_S = 60.0
 COUNTS = (5, 40_000, 17)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError
-from paceline.reducer.backward.drift import (
+from paceline.reducer.backward.replica_drift import (
     NOTHING,
     DriftWatch,
     Note,

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.sharding.cuts import CUT_ELEMENTS, Extent, Piece, cut_evenly, split_into_blocks
 from paceline.sharding.journal_layout import Slot, aligned, lay_out_journal, slot_bytes
+from paceline.sharding.partition import CUT_ELEMENTS, Extent, Piece, cut_evenly, split_into_blocks
 
 SIZES = (5000, 1, 0, 130, 2 * CUT_ELEMENTS, 100_003)
 SLOTS = [[Slot("step", "float32", 4, ()), Slot("mean", "float32", 4, None)]]

@@ -16,7 +16,7 @@ from paceline.errors import CollectiveError, GroupClosedError, MismatchError
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.process_group import ProcessGroupReducer
-from paceline.reducer.protocol import BackwardStatus, Outcome
+from paceline.reducer.reducer_interface import BackwardStatus, Outcome
 
 COUNTS = (5, 40000, 0, 17)
 

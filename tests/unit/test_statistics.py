@@ -11,7 +11,7 @@ import pytest
 
 from paceline import _core
 from paceline.reducer.backward.statistics import BackwardStatistics, Statistics
-from paceline.reducer.protocol import Outcome
+from paceline.reducer.reducer_interface import Outcome
 
 NOTHING = Statistics(0, 1, 0, "nothing", "world", 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 

@@ -24,7 +24,7 @@ from paceline.arguments import Arguments
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.errors import ConfigError
 from paceline.reducer.backward.backward_sync import BackwardSync
-from paceline.reducer.backward.front_end import Tensors
+from paceline.reducer.backward.front_end_interface import Tensors
 from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.framework_ops import FrameworkOps
 from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers

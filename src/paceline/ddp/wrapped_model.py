@@ -22,10 +22,10 @@ from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
 from paceline.health.stop_signals import stop_signals
 from paceline.reducer.backward.backward_sync import BackwardSync
-from paceline.reducer.backward.front_end import Tensors
+from paceline.reducer.backward.front_end_interface import Tensors
 from paceline.reducer.backward.micro_batch_weights import as_weight
 from paceline.reducer.backward.statistics import Statistics
-from paceline.reducer.backward.uneven import take_over_model, take_part_until_all_finished
+from paceline.reducer.backward.uneven_inputs import take_over_model, take_part_until_all_finished
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
@@ -46,7 +46,7 @@ from paceline.reducer.local_sgd.replica_groups import join_replica_group
 from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.sum_order import played_by
-from paceline.sharding.moving import move, move_out, refuse_unshareable
+from paceline.sharding.move_to_shared_memory import move, move_out, refuse_unshareable
 from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import SharedStorage, written
 
@@ -920,9 +920,8 @@ class WrappedModel:
             ('0.bias',) (16,) 64 float32
             ('0.weight',) (64,) 64 float32
         """
-        return (
-            () if self._backward_sync is None else bucket_layout(self._backward_sync.planning.reduction.plan)
-        )
+        sync = self._backward_sync
+        return () if sync is None else bucket_layout(sync.current_plan.reduction.plan)
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, parameters that are shared may be changed in place.

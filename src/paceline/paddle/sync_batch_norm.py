@@ -2,7 +2,7 @@
 
 It takes two sums over ranks. Each is an operation of Paddle's graph whose gradient is again a sum over ranks.
 Everything else is ordinary arithmetic, for which Paddle derives the gradient. Gradients that cross ranks are
-scaled for the weights that a wrapped model gives to its ranks (`reducer.backward.exchanges`).
+scaled for the weights that a wrapped model gives to its ranks (`reducer.backward.collectives_in_backward`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from paddle.nn import functional
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
-from paceline.paddle.backward.exchanges import forwards
+from paceline.paddle.backward.collectives_in_backward import forwards
 from paceline.paddle.backward.graphs import keep_as_it_is, raise_after_backward, watch_backwards
 from paceline.paddle.communicator.connect import common_communicator
 from paceline.paddle.model.arguments import checked_group, checked_layer
-from paceline.reducer.backward.exchanges import ExchangeWeight
-from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.collectives_in_backward import ExchangeWeight
+from paceline.reducer.backward.models_sharing_parameters import registry
 from paceline.reducer.communicator import Communicator
 
 

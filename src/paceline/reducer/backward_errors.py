@@ -20,7 +20,7 @@ from paceline.errors import (
     warn,
 )
 from paceline.reducer.backward_reports import differ_in_frozen_only, is_all_unused_frozen
-from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
+from paceline.reducer.reducer_interface import BackwardResult, BackwardStatus, Outcome
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8

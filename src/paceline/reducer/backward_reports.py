@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 from paceline import _core
-from paceline.reducer.protocol import BackwardResult, BackwardStatus
+from paceline.reducer.reducer_interface import BackwardResult, BackwardStatus
 
 REPORT_BYTES = _core.BackwardReports.NBYTES
 """The size of one report, packed."""

@@ -21,7 +21,7 @@ from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer, Transport
 from paceline.reducer.process_group_calls import ProcessGroupCalls
-from paceline.reducer.protocol import Reducer
+from paceline.reducer.reducer_interface import Reducer
 from paceline.reducer.sum_order import join_in_order
 
 CORE_DTYPES = {name: _core.DTYPES[name] for name in ("float32", "float64", "float16", "bfloat16")}

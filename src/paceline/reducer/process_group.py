@@ -40,7 +40,7 @@ from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.plan import Plan, pieces_in
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import STATUS
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 
 _Tensor = TypeVar("_Tensor")

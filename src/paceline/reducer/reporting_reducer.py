@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import BackwardResult, BackwardStatus, BackwardTimes
+from paceline.reducer.reducer_interface import BackwardResult, BackwardStatus, BackwardTimes
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 

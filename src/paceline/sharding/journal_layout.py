@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paceline import _core
-from paceline.sharding.cuts import Piece, split_into_blocks
+from paceline.sharding.partition import Piece, split_into_blocks
 
 BLOCK_BYTES = 1 << 20
 """Bytes of parameters in one block. With the optimizer's state and the copies, a block fits into the caches

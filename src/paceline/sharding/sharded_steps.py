@@ -16,11 +16,11 @@ from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import FrameworkOps, Tensor
 from paceline.reducer.model_agreement import ModelDescription, check_agreement
-from paceline.sharding.cuts import Extent, Piece, deal
 from paceline.sharding.journal import Journal, Part, storage_of_all
 from paceline.sharding.journal_layout import Slot, split
-from paceline.sharding.kinds import Kind
 from paceline.sharding.optimizer_arguments import OWNER, no_journal, refuse_copies
+from paceline.sharding.optimizer_kind import Kind
+from paceline.sharding.partition import Extent, Piece, deal
 from paceline.sharding.shards import Shards
 from paceline.sharding.shared_parameters import SharedStorage
 from paceline.sharding.shared_step import SharedStep

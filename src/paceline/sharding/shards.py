@@ -16,9 +16,9 @@ from paceline.errors import ConfigError
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes, numel
 from paceline.reducer.owners import Owned, OwnedRange, owners
-from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.optimizer_arguments import OWNER
+from paceline.sharding.partition import Extent, Piece
 from paceline.sharding.shared_parameters import (
     SharedStorage,
     check_step_allowed,

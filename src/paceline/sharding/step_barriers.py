@@ -23,7 +23,7 @@ from paceline.errors import (
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.models_sharing_parameters import registry
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.model_agreement import by_ranks
 

@@ -15,8 +15,8 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, dtype_name
-from paceline.sharding.cuts import Piece
 from paceline.sharding.optimizer_arguments import OWNER
+from paceline.sharding.partition import Piece
 from paceline.sharding.shards import Shards, part_of
 
 Whole = dict[int, dict[Any, Any]]

@@ -3,7 +3,7 @@
 Ranks exchange mean, variance and number of samples in forward, and the gradients of these in backward. All
 other computation is ordinary tensor arithmetic, so backward is correct for batches of different sizes, and so
 are second derivatives. Gradients that cross ranks have the weights that a wrapped model gives to its ranks
-(`reducer.backward.exchanges`).
+(`reducer.backward.collectives_in_backward`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
-from paceline.reducer.backward.exchanges import ExchangeWeight
+from paceline.reducer.backward.collectives_in_backward import ExchangeWeight
 from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
-from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.models_sharing_parameters import registry
 from paceline.reducer.communicator import Communicator
 from paceline.torch.communicator.calls import Patience, exchange_over, keep
 from paceline.torch.communicator.find_peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
-from paceline.torch.model.compiling import untraced
+from paceline.torch.model.torch_compile import untraced
 
 _WHAT = "the statistics of SyncBatchNorm"
 _NO_GRADIENTS, _NEEDS_NONE, _NEEDS_GRADIENT = 0, 1, 2

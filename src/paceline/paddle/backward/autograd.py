@@ -28,10 +28,10 @@ from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.gradient_stand_in import Scattered
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.ops import OPS
+from paceline.reducer.backward.backward_log import LocalBackward
 from paceline.reducer.backward.backward_sync import BackwardSync
-from paceline.reducer.backward.drift import sampled, sampler
-from paceline.reducer.backward.front_end import FrontEnd
-from paceline.reducer.backward.log import LocalBackward
+from paceline.reducer.backward.front_end_interface import FrontEnd
+from paceline.reducer.backward.replica_drift import sampled, sampler
 from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
@@ -40,7 +40,7 @@ from paceline.trace.recording import recording
 
 
 class PaddleAutograd:
-    """See `paceline.reducer.backward.front_end.Autograd`.
+    """See `paceline.reducer.backward.front_end_interface.Autograd`.
 
     Attributes:
         weights: The weights of this rank's micro-batches.

@@ -29,7 +29,7 @@ from paceline.sharding.scattered_gradients import left_over, scatter
 
 
 class Gradients:
-    """The gradients of the parameters that a plan lists; see `paceline.reducer.backward.front_end.Gradients`.
+    """The gradients of the parameters that a plan lists: Paddle's `front_end_interface.Gradients`.
 
     Attributes:
         scattered: The parts of the means that this rank has; None: every rank gets all means.

@@ -10,8 +10,8 @@ import paddle
 
 from paceline.paddle import internals
 from paceline.paddle.backward import graphs
-from paceline.paddle.backward.exchanges import address_of, find_exchanges
-from paceline.reducer.backward.exchanges import nodes_from
+from paceline.paddle.backward.collectives_in_backward import address_of, find_exchanges
+from paceline.reducer.backward.collectives_in_backward import nodes_from
 from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 from paceline.reducer.backward.state import BackwardState, Graph
 

@@ -22,7 +22,7 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
 from paceline.paddle.backward.autograd import PaddleBackwardSync, make_sync
-from paceline.paddle.backward.exchanges import forwards
+from paceline.paddle.backward.collectives_in_backward import forwards
 from paceline.paddle.backward.graphs import calls
 from paceline.paddle.checkpoint import CHECKPOINT_OPS
 from paceline.paddle.communicator.comm_hook import GradBucket
@@ -37,7 +37,7 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.ops import OPS
 from paceline.paddle.sharding.shared_storage import StateDictGuard
-from paceline.reducer.backward.uneven import joining
+from paceline.reducer.backward.uneven_inputs import joining
 from paceline.reducer.comm_hooks import CommHook, check_callable
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD

@@ -16,12 +16,12 @@ import paddle
 
 from paceline.paddle import internals
 from paceline.paddle.sharding.state_names import Key, make_state, remembered
-from paceline.sharding import kinds
-from paceline.sharding.cuts import CUT_ELEMENTS
+from paceline.sharding import optimizer_kind
 from paceline.sharding.journal import Part, slots_from
 from paceline.sharding.journal_layout import Slot
-from paceline.sharding.kinds import Kind
 from paceline.sharding.optimizer_arguments import no_journal
+from paceline.sharding.optimizer_kind import Kind
+from paceline.sharding.partition import CUT_ELEMENTS
 
 _TRIAL_STEPS = 4
 
@@ -29,7 +29,7 @@ _TRIAL_STEPS = 4
 def kind_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
     """Find the kind of an optimizer, without changing Paddle's random numbers and name counters."""
     with undisturbed():
-        return kinds.kind_of(PaddleWorkshop(make, model))
+        return optimizer_kind.kind_of(PaddleTrials(make, model))
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def undisturbed() -> Iterator[None]:
         paddle.set_rng_state(before)
 
 
-class PaddleWorkshop(kinds.Workshop[paddle.Tensor, Any]):
+class PaddleTrials(optimizer_kind.OptimizerTrials[paddle.Tensor, Any]):
     def __init__(self, make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> None:
         self._make, self._model = make, model
         self.own_shape = tuple(model.shape)
@@ -115,14 +115,14 @@ class PaddlePart(Part[paddle.Tensor]):
 def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> list[Slot]:
     """The state that an optimizer keeps for a parameter, found by trial steps on small tensors."""
     with undisturbed():
-        shop = PaddleWorkshop(make, model)
+        trials = PaddleTrials(make, model)
         shapes = [(CUT_ELEMENTS + 3,)]
-        tensors = shop.tensors(shapes, 0)
-        one = shop.make(tensors)
+        tensors = trials.tensors(shapes, 0)
+        one = trials.make(tensors)
         for number in range(1, _TRIAL_STEPS):
-            shop.step(one, shop.tensors(shapes, number))
+            trials.step(one, trials.tensors(shapes, number))
         others = [tensor.clone() for tensor in tensors]
-        other = shop.make(others)
+        other = trials.make(others)
         held = _held_of(one)
         if held:
             make_state(other, _parameter_of(other))
@@ -133,8 +133,8 @@ def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -
                 paddle.assign(held[key], value)
             for number in range(_TRIAL_STEPS, 2 * _TRIAL_STEPS):
                 for optimizer in (one, other):
-                    shop.step(optimizer, shop.tensors(shapes, number))
-            goes_on = all(map(shop.same, tensors, others)) and held.keys() == _held_of(one).keys()
+                    trials.step(optimizer, trials.tensors(shapes, number))
+            goes_on = all(map(trials.same, tensors, others)) and held.keys() == _held_of(one).keys()
         if not goes_on:
             raise no_journal(f"{type(one).__name__}, which remembers more than its state")
     return slots_from(held, shapes[0])

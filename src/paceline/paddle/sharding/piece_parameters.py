@@ -11,8 +11,8 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.ops import OPS
 from paceline.sharding import shards
-from paceline.sharding.cuts import Piece
 from paceline.sharding.optimizer_arguments import OWNER
+from paceline.sharding.partition import Piece
 
 
 class PaddleShards(shards.Shards[paddle.Tensor]):

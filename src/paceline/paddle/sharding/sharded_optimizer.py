@@ -38,12 +38,12 @@ from paceline.paddle.sharding.param_groups import (
 )
 from paceline.paddle.sharding.piece_parameters import PaddleShards
 from paceline.paddle.sharding.state_names import LoadedState, make_state, named, remembered
-from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.models_sharing_parameters import registry
 from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.journal_layout import Slot, blocks_of
-from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, no_journal
+from paceline.sharding.optimizer_kind import Kind, checked_kind
 from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.sharded_steps import MAKING, JournalPlan, ShardedSteps
 

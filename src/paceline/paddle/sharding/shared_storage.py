@@ -16,7 +16,7 @@ from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.ops import OPS
 from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.sharding import shared_parameters
-from paceline.sharding.moving import share_to_read
+from paceline.sharding.move_to_shared_memory import share_to_read
 from paceline.sharding.shared_parameters import check_whole
 
 _Layer = TypeVar("_Layer", bound=Any)  # Paddle's class is Any to mypy

@@ -17,8 +17,8 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.ops import OPS
 from paceline.reducer.backward_errors import shorten
-from paceline.sharding.cuts import Piece
 from paceline.sharding.optimizer_arguments import OWNER
+from paceline.sharding.partition import Piece
 from paceline.sharding.shards import part_of
 from paceline.sharding.whole_state import Whole, is_cut
 

@@ -1,8 +1,8 @@
 """The state machine of averaged backward passes, for any framework.
 
 `BackwardSync` begins and ends each backward, checks its outcome on all ranks, and copies the means back. It
-also ends a backward that an exception interrupted. A framework provides a `FrontEnd`. `Planning` decides
-where gradients are averaged, `UnusedParameters` handles gradients that no hook handed over, and
+also ends a backward that an exception interrupted. A framework provides a `FrontEnd`. `CurrentPlan` decides
+where gradients are averaged, `RemainingGradients` handles gradients that no hook handed over, and
 `BackwardStatistics` and `BackwardLog` keep figures. `BackwardSync._end` is the whole end of a backward.
 """
 
@@ -20,14 +20,15 @@ from paceline.errors import CollectiveError, ConfigError, MismatchError, Pacelin
 from paceline.health import exit_reports
 from paceline.health.peer_errors import activity_of
 from paceline.health.stop_signals import stop_signals
-from paceline.reducer.backward import conclusion as stages
-from paceline.reducer.backward.conclusion import Conclusion
-from paceline.reducer.backward.drift import DriftWatch
-from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
-from paceline.reducer.backward.log import BackwardLog, LocalBackward
-from paceline.reducer.backward.planning import Planning
+from paceline.reducer.backward import end_progress as stages
+from paceline.reducer.backward.backward_log import BackwardLog, LocalBackward
+from paceline.reducer.backward.current_plan import CurrentPlan
+from paceline.reducer.backward.end_progress import EndProgress
+from paceline.reducer.backward.front_end_interface import AnyAutograd, BackwardOptions, FrontEnd
+from paceline.reducer.backward.models_sharing_parameters import registry
+from paceline.reducer.backward.remaining_gradients import RemainingGradients
+from paceline.reducer.backward.replica_drift import DriftWatch
 from paceline.reducer.backward.same_inputs import SameInputs
-from paceline.reducer.backward.sharing import registry
 from paceline.reducer.backward.state import (
     ENDING,
     IDLE,
@@ -40,12 +41,11 @@ from paceline.reducer.backward.state import (
 )
 from paceline.reducer.backward.static_graph import GraphVariety, StaticGraph
 from paceline.reducer.backward.statistics import BackwardStatistics
-from paceline.reducer.backward.unused_parameters import UnusedParameters
 from paceline.reducer.backward_errors import Judge, exit_warning, shorten, uneven_error
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
-from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome, Reducer
+from paceline.reducer.reducer_interface import BackwardResult, BackwardStatus, Outcome, Reducer
 from paceline.reducer.replica_hashes import Entry
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
@@ -65,12 +65,12 @@ class BackwardSync(Generic[AnyAutograd]):
     """Averages the gradients of one model in each backward.
 
     Attributes:
-        planning: The plan in use: where gradients are averaged, and over which communicator.
+        current_plan: The plan in use: where gradients are averaged, and over which communicator.
         statistics: Figures of the backward passes so far.
         graphs: The graphs of forwards whose backward is still to come.
         shares_parameters: Whether the ranks of each host share one copy of the parameters.
         drift: Checks that the replicas are still equal, periodically or when there is a reason.
-        active: Ranks that had data in the last backward. The others shadow it; see `uneven`.
+        active: Ranks that had data in the last backward. The others shadow it; see `uneven_inputs`.
         good_backwards: How many backward passes ended without an error. A backward for which no rank had data
             averages nothing and is not counted.
         among: A description of these ranks for errors, if other ranks of the job number them differently;
@@ -133,13 +133,15 @@ class BackwardSync(Generic[AnyAutograd]):
         self.graphs = state.graphs = Graphs(self.close)
         self._scatters = config.scatters and communicator.world_size > 1
         self._is_obstructed = self._scatters
-        self.planning = Planning(front_end, communicator, config, self.statistics, self._log.record_plan)
+        self.current_plan = CurrentPlan(
+            front_end, communicator, config, self.statistics, self._log.record_plan
+        )
         self._front_end = front_end
         self._set_config(config)
         self._shared: set[int] = set()
         self._is_complete = False
         self._is_lost = False  # a backward raised an error that ends the group on every rank
-        self._conclusion: Conclusion | None = None
+        self._end_progress: EndProgress | None = None
         self._armed = 0  # how many backward passes were armed or given up
         self._backward = 0
         registry.join(self)
@@ -166,7 +168,7 @@ class BackwardSync(Generic[AnyAutograd]):
             check_graph=None if self._static_graph is None else self._static_graph.check,
             all_gather=all_gather,
         )
-        self._unused = UnusedParameters(
+        self._remaining = RemainingGradients(
             self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
         )
 
@@ -186,7 +188,7 @@ class BackwardSync(Generic[AnyAutograd]):
 
     def end_turn(self) -> None:
         """Let other models over the same process group make their calls; this backward makes no more."""
-        if (order := self.planning.reduction.order) is not None:
+        if (order := self.current_plan.reduction.order) is not None:
             order.end(self)
 
     # --- queries ---
@@ -197,11 +199,11 @@ class BackwardSync(Generic[AnyAutograd]):
 
     @property
     def reducer(self) -> Reducer:
-        return self.planning.reduction.reducer
+        return self.current_plan.reduction.reducer
 
     @property
     def communicator(self) -> Communicator[Any]:
-        return self.planning.communicator
+        return self.current_plan.communicator
 
     @property
     def asked_timeout_s(self) -> float | None:
@@ -230,7 +232,8 @@ class BackwardSync(Generic[AnyAutograd]):
         every rank makes. After an error that ended the group no warning is given: the other ranks may look as
         if they waited, but they are in the backward in which this rank raised.
         """
-        is_made = hasattr(self, "planning") and not self._is_lost  # no `planning`: the constructor raised
+        # Without `current_plan` the constructor raised.
+        is_made = hasattr(self, "current_plan") and not self._is_lost
         waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
         if waiting:
             _log.warning("paceline: %s", exit_warning(self.who, waiting, self.among))
@@ -252,7 +255,7 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- hooks, other models, owners ---
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
-        self.planning.use_hook(hook, process_group)
+        self.current_plan.use_hook(hook, process_group)
         self._set_activity = self.communicator.publish
 
     def refresh_sharing(self) -> None:
@@ -262,7 +265,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.share(self._shared)
             self.autograd.share(self._shared)
             self.micro_batches.shared = self._shared
-            self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
+            self._is_obstructed = self._scatters and (bool(self._shared) or not self.current_plan.owned)
 
     def _follow_owners(self, changed: set[int] | None = None) -> None:
         """From now on, send each mean only to the ranks that own it, once all parameters are owned.
@@ -278,7 +281,7 @@ class BackwardSync(Generic[AnyAutograd]):
         communicator = self.communicator
         owned = agreed_owners(owned_parts, communicator.rank, self.world_size, communicator.all_gather)
         self._is_obstructed = bool(self._shared)
-        self.planning.use_owners(owned)
+        self.current_plan.use_owners(owned)
 
     def _check_scattering(self, *, is_training: bool) -> None:
         if self._shared:
@@ -408,7 +411,7 @@ class BackwardSync(Generic[AnyAutograd]):
             if state.phase is INTERRUPTED:
                 self._give_up_interrupted()
             self.autograd.prepare()
-            if (order := self.planning.reduction.order) is not None:
+            if (order := self.current_plan.reduction.order) is not None:
                 order.begin(self)
             if self.micro_batches.is_used:
                 self._weigh(self.micro_batches.begin())
@@ -514,23 +517,23 @@ class BackwardSync(Generic[AnyAutograd]):
 
     def _end(self) -> None:
         """Wait for the other ranks, check the outcome, and copy the means back."""
-        state, planning, config = self.state, self.planning, self._config
-        reducer, number = planning.reduction.reducer, self._backward_id
+        state, current_plan, config = self.state, self.current_plan, self._config
+        reducer, number = current_plan.reduction.reducer, self._backward_id
         statistics = self.statistics
         statistics.result = statistics.earlier_norm = None
         if self._fresh.is_used:
             self._fresh.forget()
         before = reducer.last
-        self._conclusion = None
+        self._end_progress = None
         try:
             self.autograd.raise_kept()
             status = state.status
             if status.finished:  # this rank has no data
-                self._unused.hand_over_nothing(reducer)
+                self._remaining.hand_over_nothing(reducer)
             elif self._shared:
                 registry.complete_all(self._backward)
             else:
-                self._unused.hand_over(reducer)
+                self._remaining.hand_over(reducer)
             status.reached = self.graphs.reached
             if self.micro_batches.is_used:
                 self.micro_batches.check_forwards()
@@ -544,16 +547,16 @@ class BackwardSync(Generic[AnyAutograd]):
                 status.inputs = self._same_inputs.report()
             reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)), number)
             allow_unused = config.allow_unused or status.frozen is not None
-            if (order := planning.reduction.order) is not None:
+            if (order := current_plan.reduction.order) is not None:
                 order.give_up_before(self)
             result = reducer.finish(status, allow_unused, config.allow_globally_unused)
-            self._conclusion = Conclusion(number, self.good_backwards, self.drift.backwards, result)
-            self._conclude(self._conclusion)
+            self._end_progress = EndProgress(number, self.good_backwards, self.drift.backwards, result)
+            self._conclude(self._end_progress)
         except PacelineError as error:
             is_lost = isinstance(error, CollectiveError)
-            conclusion = self._conclusion
-            if conclusion is not None or is_lost:
-                if conclusion is None or conclusion.stage <= stages.CLOSE:
+            progress = self._end_progress
+            if progress is not None or is_lost:
+                if progress is None or progress.stage <= stages.CLOSE:
                     self._adopt_errors(is_good=False)
                 # A rank that lost a peer keeps its published activity, as evidence for the others' errors.
                 self._close(number, is_published=not is_lost)
@@ -561,27 +564,27 @@ class BackwardSync(Generic[AnyAutograd]):
             raise
         except BaseException as error:
             # For example of a signal handler. If the ranks have no outcome yet, the backward is interrupted.
-            if self._conclusion is None and (last := reducer.last) is not None and last is not before:
-                self._conclusion = Conclusion(number, self.good_backwards, self.drift.backwards, last)
-            if self._conclusion is not None:
-                self._conclude_after(error, self._conclusion)
+            if self._end_progress is None and (last := reducer.last) is not None and last is not before:
+                self._end_progress = EndProgress(number, self.good_backwards, self.drift.backwards, last)
+            if self._end_progress is not None:
+                self._conclude_after(error, self._end_progress)
             raise
         finally:
-            self._conclusion = None
+            self._end_progress = None
             self.autograd.forget()
             self.graphs.end_backward()
 
-    def _conclude(self, conclusion: Conclusion) -> None:
+    def _conclude(self, progress: EndProgress) -> None:
         """Check the outcome that all ranks know now, copy the means back, and prepare the next backward.
 
         The other ranks continue, so this rank must complete this too, even if a signal handler raises in the
-        middle. When called again, it resumes at `conclusion.stage`. Repeating most stages is harmless. Those
+        middle. When called again, it resumes at `progress.stage`. Repeating most stages is harmless. Those
         that must not be repeated, because they call all ranks or the user's code, are marked as under way.
         """
-        state, planning, result, number = self.state, self.planning, conclusion.result, conclusion.number
+        state, current_plan, result, number = self.state, self.current_plan, progress.result, progress.number
         outcome = result.outcome
         self.statistics.result = result
-        if conclusion.stage == stages.JUDGE:
+        if progress.stage == stages.JUDGE:
             self.active = self._all_ranks
             if outcome:
                 self._log.note_nonfinite(number, result)
@@ -590,76 +593,76 @@ class BackwardSync(Generic[AnyAutograd]):
                 if outcome & (_REPORTED | _FINISHED) and any(each.stops for each in result.statuses):
                     self.is_stopping = True
                 if outcome & _REPORTED and any(each.wrote_buffers for each in result.statuses):
-                    conclusion.stage = stages.IN_WRITES
+                    progress.stage = stages.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"
                     self.buffers.check_writes(self.active, where)
-            conclusion.stage = stages.MEANS
-        if conclusion.stage == stages.MEANS:
-            conclusion.seen_order = None if planning.is_order_final else list(state.handed)
+            progress.stage = stages.MEANS
+        if progress.stage == stages.MEANS:
+            progress.seen_order = None if current_plan.is_order_final else list(state.handed)
             if self.active:
                 self._write_back_means(result)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_WROTE_BACK, number, 0)
             if self.active and self._has_sparse:
-                conclusion.stage = stages.IN_SPARSE
+                progress.stage = stages.IN_SPARSE
                 has_data = not state.status.finished
                 self.sparse.average(self._packed or [self.sparse.pack(state.rank_weight, has_data=has_data)])
                 self._judge.judge_nonfinite(self.sparse.nonfinite)
-            conclusion.stage = stages.STEPS
-        if conclusion.stage == stages.STEPS:
+            progress.stage = stages.STEPS
+        if progress.stage == stages.STEPS:
             if self.active:
-                conclusion.stage = stages.IN_STEPS
+                progress.stage = stages.IN_STEPS
                 self.autograd.after_means()
-            conclusion.stage = stages.CLOSE
-        if conclusion.stage == stages.CLOSE:
+            progress.stage = stages.CLOSE
+        if progress.stage == stages.CLOSE:
             if self._fresh.is_used:
                 self._fresh.note()
-            conclusion.stage = stages.IN_ADOPTION
+            progress.stage = stages.IN_ADOPTION
             self._adopt_errors(is_good=bool(self.active) and not outcome & _NOT_FINITE)
-            conclusion.stage = stages.NEXT
-        if conclusion.stage == stages.NEXT:
+            progress.stage = stages.NEXT
+        if progress.stage == stages.NEXT:
             self._close(number)
-            conclusion.stage = stages.ORDER
-        if conclusion.stage == stages.ORDER:
-            if conclusion.seen_order is not None:
-                conclusion.stage = stages.IN_ORDER
-                planning.adopt_order(conclusion.seen_order)
-            conclusion.stage = stages.BUFFERS
-        if conclusion.stage == stages.BUFFERS:
+            progress.stage = stages.ORDER
+        if progress.stage == stages.ORDER:
+            if progress.seen_order is not None:
+                progress.stage = stages.IN_ORDER
+                current_plan.adopt_order(progress.seen_order)
+            progress.stage = stages.BUFFERS
+        if progress.stage == stages.BUFFERS:
             if self.active:
                 if self.buffers.hook is not None:
-                    conclusion.stage = stages.IN_HOOK
+                    progress.stage = stages.IN_HOOK
                 elif self.buffers.is_needed:
-                    conclusion.stage = stages.IN_BUFFERS
+                    progress.stage = stages.IN_BUFFERS
             self.buffers.end_backward(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_SYNCED_BUFFERS, number, 0)
-            conclusion.stage = stages.GOOD
-        if conclusion.stage == stages.GOOD:
-            self.good_backwards = conclusion.good_backwards + bool(self.active)
+            progress.stage = stages.GOOD
+        if progress.stage == stages.GOOD:
+            self.good_backwards = progress.good_backwards + bool(self.active)
             if self.after_good is not None and self.active:
-                conclusion.stage = stages.IN_AFTER_GOOD
+                progress.stage = stages.IN_AFTER_GOOD
                 self.after_good(state.rank_weight)
-            conclusion.stage = stages.NOTES
-        if conclusion.stage == stages.NOTES:
+            progress.stage = stages.NOTES
+        if progress.stage == stages.NOTES:
             # If a rank has no data, some ranks may make no optimizer step until the others have finished.
             if len(self.active) == self.world_size:
                 drift, differ = self.drift, outcome & _NOTES_DIFFER
-                drift.backwards = conclusion.drift_backwards + 1
+                drift.backwards = progress.drift_backwards + 1
                 if differ or drift.is_due:
-                    conclusion.stage = stages.IN_DRIFT
+                    progress.stage = stages.IN_DRIFT
                     drift.look(result.notes if differ else None)
                 if self._same_inputs is not None:
-                    conclusion.stage = stages.IN_DRIFT
+                    progress.stage = stages.IN_DRIFT
                     if not self._same_inputs.end_backward(result.statuses if outcome & _REPORTED else ()):
                         self._same_inputs = None
-            conclusion.stage = stages.REST
+            progress.stage = stages.REST
         if len(self.active) == self.world_size:
             self.notes.begin(self._begun_forwards, self.drift.backwards)
         state.status.static_graph = False  # by now every rank has reported it
         self.autograd.learn()
 
-    def _conclude_after(self, error: BaseException, conclusion: Conclusion) -> None:
+    def _conclude_after(self, error: BaseException, progress: EndProgress) -> None:
         """Complete `_conclude` after an exception in it that the other ranks do not know of.
 
         If the exception came during a collective call, it is unknown whether this rank has made the call.
@@ -667,31 +670,31 @@ class BackwardSync(Generic[AnyAutograd]):
         """
         tries = 0
         for _ in range(_MOST_INTERRUPTIONS):
-            if conclusion.stage in stages.OF_ALL_RANKS:
-                if conclusion.stage in (stages.IN_WRITES, stages.IN_DRIFT) and isinstance(error, Warning):
-                    conclusion.stage += 1  # the user's filter made it an error, on all ranks
+            if progress.stage in stages.OF_ALL_RANKS:
+                if progress.stage in (stages.IN_WRITES, stages.IN_DRIFT) and isinstance(error, Warning):
+                    progress.stage += 1  # the user's filter made it an error, on all ranks
                 else:
                     self.give_up(error)
-                    self._close(conclusion.number, is_published=False)
+                    self._close(progress.number, is_published=False)
                     return
-            if conclusion.stage in stages.MADE_ONCE:
-                conclusion.stage += 1
-            before = conclusion.stage
+            if progress.stage in stages.MADE_ONCE:
+                progress.stage += 1
+            before = progress.stage
             try:
-                self._conclude(conclusion)
+                self._conclude(progress)
                 return
             except PacelineError as found:
-                if conclusion.stage <= stages.CLOSE:
+                if progress.stage <= stages.CLOSE:
                     self._adopt_errors(is_good=False)
-                self._close(conclusion.number, is_published=not isinstance(found, CollectiveError))
+                self._close(progress.number, is_published=not isinstance(found, CollectiveError))
                 self._fail(found)
                 return
             except BaseException as again:
                 # A stage that keeps failing is skipped. If this leaves gradients that are not the means, the
                 # next backward finds the rank by its parameters.
-                tries = tries + 1 if conclusion.stage == before else 0
+                tries = tries + 1 if progress.stage == before else 0
                 if tries >= _MOST_TRIES:
-                    conclusion.stage, tries = stages.AFTER.get(before, before), 0
+                    progress.stage, tries = stages.AFTER.get(before, before), 0
                 error = again
         self.give_up(error)
 
@@ -721,7 +724,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.leave_buffer()
 
     def _adopt_errors(self, *, is_good: bool) -> None:
-        if (adopt_errors := self.planning.reduction.adopt_errors) is not None:
+        if (adopt_errors := self.current_plan.reduction.adopt_errors) is not None:
             is_good = is_good and not (self._has_sparse and self.sparse.nonfinite)
             result = self.statistics.result
             adopt_errors(result.globally_unused if is_good and result is not None else None)
@@ -736,7 +739,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if not is_in_it or self._is_complete:
             return False
         self._is_complete = True
-        self._unused.hand_over(self.reducer)
+        self._remaining.hand_over(self.reducer)
         return True
 
     def _note_active(self, result: BackwardResult) -> None:
@@ -747,7 +750,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 raise uneven_error(statuses)
 
     def _write_back_means(self, result: BackwardResult) -> None:
-        state, planning = self.state, self.planning
+        state, current_plan = self.state, self.current_plan
         if overlapping := result.overlapping:
             self._separate_overlapping(overlapping)
         if self._static_graph is not None:
@@ -758,7 +761,7 @@ class BackwardSync(Generic[AnyAutograd]):
             missing = [
                 i for i in range(len(self._names)) if i not in state.handed and i not in globally_unused
             ]
-        if missing or state.staged or planning.owned:
+        if missing or state.staged or current_plan.owned:
             self.gradients.write_back(missing)
 
     def _separate_overlapping(self, overlapping: Sequence[int]) -> None:
@@ -820,7 +823,7 @@ class BackwardSync(Generic[AnyAutograd]):
         """
         self._armed += 1  # ends that are dropped from now on belong to no current backward
         self.gradients.settle()
-        if (order := self.planning.reduction.order) is not None:
+        if (order := self.current_plan.reduction.order) is not None:
             order.give_up_before(self)
         self.autograd.forget()
         self.graphs.end_backward()

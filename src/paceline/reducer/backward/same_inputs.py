@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.errors import warn
 from paceline.reducer.framework_ops import FrameworkOps, nbytes, numel
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 
 _BATCHES = 3
 _MOST_BACKWARDS = 12

@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 
 
 class Phase(IntEnum):

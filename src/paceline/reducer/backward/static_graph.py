@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from paceline.errors import GraphChangedError
 from paceline.reducer.backward_errors import name_rows, ranks_by_index
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 
 
 class StaticGraph:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from paceline import _core
-from paceline.reducer.backward.front_end import Fingerprint, FrontEnd, Memory
+from paceline.reducer.backward.front_end_interface import Fingerprint, FrontEnd, Memory
 from paceline.reducer.backward_errors import names_by_rank
 from paceline.reducer.communicator import Communicator, Reduction
-from paceline.reducer.protocol import BackwardResult, BackwardTimes
+from paceline.reducer.reducer_interface import BackwardResult, BackwardTimes
 
 _CLEARLY = 1.05
 """A rank is called slow if it works this many times as long as the others."""

@@ -35,7 +35,7 @@ from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
 from paceline.reducer.error_feedback import Floats
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 from paceline.rendezvous.resource_limits import start_thread
 
 _LOOK_S = 0.05  # how often a wait checks for signals, and for a failure of which it was not notified

@@ -48,7 +48,7 @@ from paceline.reducer.between_hosts.peer_waits import PeerWaits, patience_with_i
 from paceline.reducer.between_hosts.routes import num_shards, plan_route, spoken_for
 from paceline.reducer.between_hosts.sum_blocks import exact_blocks, whole_hosts
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.reducer_interface import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 
 _DTYPES = _core.DTYPES

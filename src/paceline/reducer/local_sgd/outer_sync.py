@@ -25,15 +25,15 @@ from paceline.errors import (
     warn,
 )
 from paceline.reducer.backward.backward_sync import BackwardSync
-from paceline.reducer.backward.sharing import registry
-from paceline.reducer.backward.uneven import take_over_model
+from paceline.reducer.backward.models_sharing_parameters import registry
+from paceline.reducer.backward.uneven_inputs import take_over_model
 from paceline.reducer.backward_errors import names_by_rank, shorten
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator, ReductionOptions
 from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.plan import BucketCaps, CappedBuckets, plan_gradients
-from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
+from paceline.reducer.reducer_interface import BackwardResult, BackwardStatus, Outcome
 from paceline.reducer.replica_hashes import check_replicas
 
 _Tensor = TypeVar("_Tensor", bound=Any)

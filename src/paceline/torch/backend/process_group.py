@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import Store
 from paceline.collectives import arrays
 from paceline.collectives.call_queue import CallQueue
 from paceline.errors import ConfigError
-from paceline.torch.backend import movements, reductions
+from paceline.torch.backend import broadcast_gather_scatter, reductions
 from paceline.torch.backend.identity import NamedProcessGroup
 from paceline.torch.backend.reductions import KERNELS, NO_KERNEL
-from paceline.torch.backend.transfer import AnySourceWork, Mailbox, TransferWork
+from paceline.torch.backend.send_recv import AnySourceWork, Mailbox, TransferWork
 from paceline.torch.backend.work import FINISHED, CallWork
 
 if TYPE_CHECKING:
@@ -120,14 +120,14 @@ class PacelineProcessGroup(NamedProcessGroup):
         calls = [one(self._core, *pair) for pair in zip(outputs, inputs, strict=True)]
         return self._make(opts, reductions.in_turn(calls), outputs)
 
-    # --- movements ---
+    # --- broadcast, gather, scatter ---
 
     def broadcast(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
-        call = movements.broadcast(self._core, tensors, opts.rootRank, self._timeout_s)
+        call = broadcast_gather_scatter.broadcast(self._core, tensors, opts.rootRank, self._timeout_s)
         return self._make(opts, call, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS) -> Work:
-        call = movements.all_gather(self._core, _only(outputs), _only(inputs), self._timeout_s)
+        call = broadcast_gather_scatter.all_gather(self._core, _only(outputs), _only(inputs), self._timeout_s)
         work = self._make(opts, call, outputs[0])
         if isinstance(work, CallWork):
             # One tensor with the outputs of all ranks, as in NCCL's future: torch's quantization hooks
@@ -140,34 +140,40 @@ class PacelineProcessGroup(NamedProcessGroup):
     ) -> Work:
         per_input = zip(*output_lists, strict=True)
         calls = [
-            movements.all_gather(self._core, outputs, source, self._timeout_s)
+            broadcast_gather_scatter.all_gather(self._core, outputs, source, self._timeout_s)
             for outputs, source in zip(per_input, inputs, strict=True)
         ]
         return self._make(opts, reductions.in_turn(calls), [t for tensors in output_lists for t in tensors])
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = DEFAULTS) -> Work:
-        call = movements.all_gather_single(self._core, output, source, self._timeout_s)
+        call = broadcast_gather_scatter.all_gather_single(self._core, output, source, self._timeout_s)
         return self._make(opts, call, [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = DEFAULTS) -> Work:
         calls = [
-            movements.all_gather_single(self._core, output, source, self._timeout_s)
+            broadcast_gather_scatter.all_gather_single(self._core, output, source, self._timeout_s)
             for output, source in zip(outputs, inputs, strict=True)
         ]
         return self._make(opts, reductions.in_turn(calls), outputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS) -> Work:
         targets = outputs[0] if outputs else []
-        call = movements.gather(self._core, targets, _only(inputs), opts.rootRank, self._timeout_s)
+        call = broadcast_gather_scatter.gather(
+            self._core, targets, _only(inputs), opts.rootRank, self._timeout_s
+        )
         return self._make(opts, call, targets)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = DEFAULTS) -> Work:
         sources = inputs[0] if inputs else []
-        call = movements.scatter(self._core, _only(outputs), sources, opts.rootRank, self._timeout_s)
+        call = broadcast_gather_scatter.scatter(
+            self._core, _only(outputs), sources, opts.rootRank, self._timeout_s
+        )
         return self._make(opts, call, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = DEFAULTS) -> Work:
-        return self._make(opts, movements.all_to_all(self._core, outputs, inputs, self._timeout_s), outputs)
+        return self._make(
+            opts, broadcast_gather_scatter.all_to_all(self._core, outputs, inputs, self._timeout_s), outputs
+        )
 
     def all_to_all_single(
         self,
@@ -177,7 +183,7 @@ class PacelineProcessGroup(NamedProcessGroup):
         input_splits: Sequence[int],
         opts: Any = DEFAULTS,
     ) -> Work:
-        call = movements.all_to_all_single(
+        call = broadcast_gather_scatter.all_to_all_single(
             self._core, output, source, output_splits, input_splits, self._timeout_s
         )
         return self._make(opts, call, [output])

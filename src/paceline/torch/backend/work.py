@@ -2,7 +2,7 @@
 
 A synchronous call is over when it returns; all of them return the same FinishedWork. An asynchronous
 collective is a CallWork in its group's CallQueue. The classes for messages between two ranks are in
-`transfer.py`.
+`send_recv.py`.
 """
 
 from __future__ import annotations

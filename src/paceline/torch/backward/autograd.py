@@ -19,10 +19,10 @@ from torch.autograd import Variable, profiler
 
 from paceline import _core
 from paceline.errors import PacelineError
+from paceline.reducer.backward.backward_log import LocalBackward
 from paceline.reducer.backward.backward_sync import BackwardSync
-from paceline.reducer.backward.drift import sampled, sampler, turns_of
-from paceline.reducer.backward.front_end import FrontEnd
-from paceline.reducer.backward.log import LocalBackward
+from paceline.reducer.backward.front_end_interface import FrontEnd
+from paceline.reducer.backward.replica_drift import sampled, sampler, turns_of
 from paceline.reducer.backward.state import INTERRUPTED, RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
@@ -48,10 +48,10 @@ from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_back
 from paceline.torch.backward.sampled_times import SampledTimes, profiled
 from paceline.torch.backward.sparse import SparseMeans
 from paceline.torch.backward.storage_uses import uses_of_storages
-from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.gradient_stand_in import Scattered, ScatteredGradient
 from paceline.torch.model.parameters import HAS_EXCHANGE_API, ManagedTensors
+from paceline.torch.model.torch_compile import untraced
 from paceline.torch.ops import OPS
 from paceline.trace.recording import recording
 
@@ -69,7 +69,7 @@ class ErrorNote:
 
 
 class TorchAutograd:
-    """torch's `paceline.reducer.backward.front_end.Autograd`."""
+    """torch's `paceline.reducer.backward.front_end_interface.Autograd`."""
 
     def __init__(
         self,

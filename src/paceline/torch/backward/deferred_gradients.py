@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from paceline.reducer.backward.state import RUNNING, BackwardState
-from paceline.torch.model.compiling import untraced
+from paceline.torch.model.torch_compile import untraced
 
 
 class DeferredGradients:

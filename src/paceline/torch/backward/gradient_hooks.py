@@ -20,13 +20,13 @@ import torch
 from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.backward.state import RUNNING, BackwardState
-from paceline.reducer.protocol import Reducer
+from paceline.reducer.reducer_interface import Reducer
 from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.sharding.scattered_gradients import left_over
-from paceline.torch.model.compiling import untraced
 from paceline.torch.model.gradient_stand_in import ScatteredGradient
 from paceline.torch.model.inner_tensors import extent
 from paceline.torch.model.parameters import HAS_EXCHANGE_API, other_gradients
+from paceline.torch.model.torch_compile import untraced
 from paceline.torch.ops import OPS
 
 Hook = Callable[[torch.Tensor], None]

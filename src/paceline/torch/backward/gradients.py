@@ -36,7 +36,7 @@ from paceline.torch.ops import OPS
 
 
 class Gradients:
-    """torch's `paceline.reducer.backward.front_end.Gradients`.
+    """torch's `front_end_interface.Gradients`.
 
     Attributes:
         reduction: Averages the gradients.

@@ -17,7 +17,7 @@ import torch
 from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
-from paceline.torch.model.compiling import refuse_compiled_autograd
+from paceline.torch.model.torch_compile import refuse_compiled_autograd
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

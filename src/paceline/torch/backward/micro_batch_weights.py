@@ -11,10 +11,10 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline import _core
-from paceline.reducer.backward.exchanges import nodes_from
+from paceline.reducer.backward.collectives_in_backward import nodes_from
 from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 from paceline.reducer.backward.state import RUNNING, BackwardState, Graph
-from paceline.torch.backward.exchanges import find_exchanges
+from paceline.torch.backward.collectives_in_backward import find_exchanges
 from paceline.torch.backward.graphs import (
     BACKWARD,
     GRAD,

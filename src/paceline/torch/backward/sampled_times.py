@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch.autograd.profiler import record_function
 
 if TYPE_CHECKING:
-    from paceline.reducer.protocol import Reducer
+    from paceline.reducer.reducer_interface import Reducer
 
 _FIRST_BACKWARDS = 10  # as torch: the first ones are timed, and then one in _SAMPLE_RATE
 _SAMPLE_RATE = 100

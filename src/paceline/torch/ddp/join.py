@@ -1,4 +1,4 @@
-"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.backward.uneven`.
+"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.backward.uneven_inputs`.
 
 Such a rank takes part in the others' backwards without gradients. Before each one it asks, as torch's `Join`
 does, whether there will be one.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.errors import ConfigError
-from paceline.reducer.backward.uneven import Shadow
+from paceline.reducer.backward.uneven_inputs import Shadow
 from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
 

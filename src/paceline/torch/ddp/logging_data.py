@@ -118,12 +118,12 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
     backward_sync = ddp._backward_sync
     if backward_sync is None or not backward_sync.good_backwards:
         return facts
-    now = backward_sync.planning.reduction.plan
+    now = backward_sync.current_plan.reduction.plan
     reducer = backward_sync.reducer
     result, peers = backward_sync.statistics.result, ddp._peers
     unused = result.unused[peers.rank] if result is not None and peers is not None else []
     return facts | {
-        "has_rebuilt_buckets": int(backward_sync.planning.is_order_final),
+        "has_rebuilt_buckets": int(backward_sync.current_plan.is_order_final),
         "rebuilt_bucket_sizes": _sizes(now),
         "rebuilt_per_bucket_param_indices": _joined(
             " ".join(map(str, bucket.parameters)) for bucket in now.buckets

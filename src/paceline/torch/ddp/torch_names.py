@@ -517,7 +517,7 @@ class TorchNames(TorchDDP):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets have their final order, which they get after the first backward."""
-        return self._backward_sync is not None and self._backward_sync.planning.is_order_final
+        return self._backward_sync is not None and self._backward_sync.current_plan.is_order_final
 
     # --- torch's Join ---
 

@@ -1,6 +1,6 @@
 """Detects torch's DistributedDataParallel around Paceline's, or Paceline's around torch's, and raises.
 
-Paceline's wrapper within another one is no error: they know of each other (see `sharing`).
+Paceline's wrapper within another one is no error: they know of each other (see `models_sharing_parameters`).
 """
 
 from __future__ import annotations

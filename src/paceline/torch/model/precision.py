@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from paceline.reducer import precision
-from paceline.torch.model.compiling import untraced_itself
+from paceline.torch.model.torch_compile import untraced_itself
 
 Precision: TypeAlias = precision.Precision[torch.dtype]
 

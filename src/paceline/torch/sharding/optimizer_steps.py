@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from paceline.sharding import kinds
-from paceline.sharding.cuts import CUT_ELEMENTS
+from paceline.sharding import optimizer_kind
 from paceline.sharding.journal import Part, slots_from
 from paceline.sharding.journal_layout import Slot
-from paceline.sharding.kinds import Kind
 from paceline.sharding.optimizer_arguments import no_journal
+from paceline.sharding.optimizer_kind import Kind
+from paceline.sharding.partition import CUT_ELEMENTS
 from paceline.sharding.shards import Shards
 from paceline.torch.sharding.param_groups import bare_step
 
@@ -29,10 +29,10 @@ def kind_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], model:
         Exception: The error of its step on such parameters, if it raises for any shape.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return kinds.kind_of(_TorchWorkshop(optimizer_class, options, model))
+        return optimizer_kind.kind_of(_TorchTrials(optimizer_class, options, model))
 
 
-class _TorchWorkshop(kinds.Workshop[torch.Tensor, Optimizer]):
+class _TorchTrials(optimizer_kind.OptimizerTrials[torch.Tensor, Optimizer]):
     def __init__(
         self, optimizer_class: type[Optimizer], options: Mapping[str, Any], model: torch.Tensor
     ) -> None:

@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 from paceline.arguments import Arguments
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
-from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.models_sharing_parameters import registry
 from paceline.reducer.model_agreement import reporting_to_peers
 from paceline.rendezvous.messages import gather_objects
-from paceline.sharding.cuts import CACHED_BYTES, Piece, fit_into_caches
 from paceline.sharding.journal import storage_of_all
 from paceline.sharding.journal_layout import Slot
-from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, no_journal
+from paceline.sharding.optimizer_kind import Kind, checked_kind
+from paceline.sharding.partition import CACHED_BYTES, Piece, fit_into_caches
 from paceline.sharding.sharded_steps import MAKING, ShardedSteps
 from paceline.sharding.shards import Shards, part_of
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.arguments import Arguments
 from paceline.reducer.model_agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.sharding import shared_parameters
-from paceline.sharding.moving import share_to_read
+from paceline.sharding.move_to_shared_memory import share_to_read
 from paceline.sharding.shared_parameters import check_whole
 from paceline.torch.communicator.find_peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module

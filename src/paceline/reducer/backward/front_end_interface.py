@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import PacelineError
-from paceline.reducer.backward.log import LocalBackward
+from paceline.reducer.backward.backward_log import LocalBackward
 from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 from paceline.reducer.buffers import BufferedModel, BufferSync
 from paceline.reducer.communicator import Reduction

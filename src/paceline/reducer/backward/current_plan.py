@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from paceline.reducer.backward.front_end import FrontEnd, PlanOptions
+from paceline.reducer.backward.front_end_interface import FrontEnd, PlanOptions
 from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator, Reduction, ReductionOptions, agree
@@ -19,7 +19,7 @@ from paceline.reducer.plan import CappedBuckets, Plan, complete_order, has_one_o
 
 
 @final
-class Planning:
+class CurrentPlan:
     """The plan of one model in use, with its reduction. Its methods are collective.
 
     Attributes:

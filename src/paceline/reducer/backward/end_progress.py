@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.reducer.protocol import BackwardResult
+from paceline.reducer.reducer_interface import BackwardResult
 
 # The stages, in order. Module-level numbers, because reading them from a class makes each step slower.
 (
@@ -31,7 +31,7 @@ MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
 AFTER = {MEANS: STEPS, CLOSE: NEXT}
 
 
-class Conclusion:
+class EndProgress:
     """The progress of this rank in the end of a backward whose outcome all ranks know.
 
     Attributes:

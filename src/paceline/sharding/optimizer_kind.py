@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from paceline.reducer.framework_ops import Tensor, numel
-from paceline.sharding.cuts import CUT_ELEMENTS
 from paceline.sharding.optimizer_arguments import coupled, no_step
+from paceline.sharding.partition import CUT_ELEMENTS
 
 _STEPS = 6
 _SIZES = (2 * CUT_ELEMENTS + 37, 3 * CUT_ELEMENTS + 5)
@@ -34,7 +34,7 @@ class Kind(Enum):
     """The update of a parameter depends on other parameters."""
 
 
-class Workshop(ABC, Generic[Tensor, Optimizer]):
+class OptimizerTrials(ABC, Generic[Tensor, Optimizer]):
     """Makes small tensors of one framework, dtype and device, and optimizers of them with given options."""
 
     own_shape: tuple[int, ...]
@@ -86,9 +86,9 @@ def checked_kind(find: Callable[[], Kind], optimizer_class: type[Any], parameter
     return kind
 
 
-def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
-    """How optimizers that this workshop makes can be divided."""
-    trial = _Trial(workshop)
+def kind_of(trials: OptimizerTrials[Tensor, Optimizer]) -> Kind:
+    """How optimizers that this trials makes can be divided."""
+    trial = _Trial(trials)
     flat = [(size,) for size in _SIZES]
     if trial.is_divisible(flat, trial.halves) is True and trial.has_plain_state():
         return Kind.ELEMENTS
@@ -102,8 +102,8 @@ def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
 
 
 class _Trial(Generic[Tensor, Optimizer]):
-    def __init__(self, workshop: Workshop[Tensor, Optimizer]) -> None:
-        self._workshop = workshop
+    def __init__(self, trials: OptimizerTrials[Tensor, Optimizer]) -> None:
+        self._trials = trials
 
     def halves(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         first, second = tensors
@@ -120,38 +120,40 @@ class _Trial(Generic[Tensor, Optimizer]):
         """True if optimizers of the parts give the same result as one of all tensors. None: the optimizer
         raises on these tensors.
         """
-        shop = self._workshop
-        together = shop.tensors(shapes, 0)
+        trials = self._trials
+        together = trials.tensors(shapes, 0)
         divided = [tensor.clone() for tensor in together]
         try:
-            one, several = shop.make(together), [shop.make(parts) for parts in parts_of(divided)]
+            one, several = trials.make(together), [trials.make(parts) for parts in parts_of(divided)]
             for number in range(1, _STEPS + 1):
                 # Gradients of very different magnitudes, some of them zero.
-                gradients = shop.tensors(shapes, number, 10.0 ** (number % 4 - 2))
-                shop.step(one, gradients)
+                gradients = trials.tensors(shapes, number, 10.0 ** (number % 4 - 2))
+                trials.step(one, gradients)
                 for optimizer, own in zip(several, parts_of(gradients), strict=True):
-                    shop.step(optimizer, own)
+                    trials.step(optimizer, own)
         except Exception:
             return None
-        are_same = all(map(shop.same, together, divided))
-        return are_same and len({_numbers(shop.remembered(optimizer)) for optimizer in [one, *several]}) == 1
+        are_same = all(map(trials.same, together, divided))
+        return (
+            are_same and len({_numbers(trials.remembered(optimizer)) for optimizer in [one, *several]}) == 1
+        )
 
     def check_step(self) -> None:
-        shop, shapes = self._workshop, [self._workshop.own_shape]
+        trials, shapes = self._trials, [self._trials.own_shape]
         try:
-            optimizer = shop.make(shop.tensors(shapes, 0))
+            optimizer = trials.make(trials.tensors(shapes, 0))
         except Exception:
             return  # its constructor needs more than this test passes
-        shop.step(optimizer, shop.tensors(shapes, 1))
+        trials.step(optimizer, trials.tensors(shapes, 1))
 
     def has_plain_state(self) -> bool:
         """True if each state of a parameter has the parameter's shape or is a single value, so that it can be
         cut.
         """
         shapes = [(_SIZES[0],)]
-        optimizer = self._workshop.make(self._workshop.tensors(shapes, 0))
-        self._workshop.step(optimizer, self._workshop.tensors(shapes, 1))
-        values = [value for held in self._workshop.remembered(optimizer) for value in held.values()]
+        optimizer = self._trials.make(self._trials.tensors(shapes, 0))
+        self._trials.step(optimizer, self._trials.tensors(shapes, 1))
+        values = [value for held in self._trials.remembered(optimizer) for value in held.values()]
         return all(
             tuple(value.shape) == shapes[0] or numel(value) == 1
             if hasattr(value, "shape")
@@ -160,14 +162,14 @@ class _Trial(Generic[Tensor, Optimizer]):
         )
 
     def draws_numbers(self) -> bool:
-        shop = self._workshop
+        trials = self._trials
         results = []
         for seed in (1, 2):
-            shop.draw_from(seed)
-            tensors = shop.tensors(_MATRICES, 0)
-            shop.step(shop.make(tensors), shop.tensors(_MATRICES, 1))
+            trials.draw_from(seed)
+            tensors = trials.tensors(_MATRICES, 0)
+            trials.step(trials.make(tensors), trials.tensors(_MATRICES, 1))
             results.append(tensors)
-        return not all(map(shop.same, *results))
+        return not all(map(trials.same, *results))
 
 
 def _numbers(remembered: Sequence[Mapping[Any, Any]]) -> tuple[Any, ...]:

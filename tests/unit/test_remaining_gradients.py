@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from paceline.reducer.backward.remaining_gradients import RemainingGradients
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.backward.static_graph import GraphVariety, StaticGraph
-from paceline.reducer.backward.unused_parameters import UnusedParameters
 from paceline.reducer.backward_reports import digest_of
 
 NAMES = ["a", "b", "c", "d"]
@@ -66,8 +66,8 @@ class Model:
 
     def unused_parameters(
         self, *, allow_unused: bool = False, static_graph: StaticGraph | None = None
-    ) -> UnusedParameters:
-        return UnusedParameters(
+    ) -> RemainingGradients:
+        return RemainingGradients(
             self.front_end, self.state, self.variety, static_graph, allow_unused=allow_unused
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from paceline.reducer.backward.exchanges import enclosed_by, names_a_collective, names_one
+from paceline.reducer.backward.collectives_in_backward import enclosed_by, names_a_collective, names_one
 
 _COMPILERS = ("torch._functorch.", "torch._dynamo.", "torch._inductor.")
 _OPERATORS = frozenset(("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d"))

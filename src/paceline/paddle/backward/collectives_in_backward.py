@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from paceline.paddle import internals
-from paceline.reducer.backward.exchanges import names_a_collective, names_one, nodes_from
+from paceline.reducer.backward.collectives_in_backward import names_a_collective, names_one, nodes_from
 from paceline.reducer.backward.micro_batch_weights import MicroBatchWeights
 
 if TYPE_CHECKING:

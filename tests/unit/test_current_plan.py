@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import _core
-from paceline.reducer.backward.planning import Planning
+from paceline.reducer.backward.current_plan import CurrentPlan
 from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import OwnedRange
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass
 class World:
-    """The collaborators of planning; `events` records their calls."""
+    """The collaborators of current_plan; `events` records their calls."""
 
     any_in_buffer: bool = False
     order_of_rank_0: tuple[int, ...] = tuple(range(COUNT))
@@ -50,7 +50,7 @@ class World:
         )
         self.statistics = BackwardStatistics(front_end, self.communicator(), asks_for_nonfinite=True)
 
-    def planning(self, options: Options | None = None) -> Planning:
+    def current_plan(self, options: Options | None = None) -> CurrentPlan:
         front_end = SimpleNamespace(
             tensors=SimpleNamespace(names=NAMES, trainable=[object()] * COUNT),
             gradients=SimpleNamespace(
@@ -60,7 +60,7 @@ class World:
             ),
             autograd=SimpleNamespace(install=lambda: self.events.append("hooks")),
         )
-        return Planning(
+        return CurrentPlan(
             front_end,
             self.communicator(),
             options or Options(),
@@ -97,76 +97,76 @@ def world():
 
 
 def test_it_begins_with_the_reverse_of_registration(world):
-    planning = world.planning()
-    assert planning.reduction.plan.order == (2, 1, 0)
-    assert not planning.is_order_final
+    current_plan = world.current_plan()
+    assert current_plan.reduction.plan.order == (2, 1, 0)
+    assert not current_plan.is_order_final
     assert world.events == ["gradients move", "notified"]
 
 
 def test_the_order_of_rank_0_becomes_the_plan_of_all(world):
     world.order_of_rank_0 = (1, 2, 0)
-    planning = world.planning()
+    current_plan = world.current_plan()
     world.events.clear()
-    planning.adopt_order([0, 1])
-    assert planning.reduction.plan.order == (1, 2, 0)
-    assert planning.is_order_final
+    current_plan.adopt_order([0, 1])
+    assert current_plan.reduction.plan.order == (1, 2, 0)
+    assert current_plan.is_order_final
     assert world.events == ["gradients move", "notified", "hooks"]
 
 
 def test_an_order_that_was_expected_changes_nothing(world):
     world.order_of_rank_0 = (2, 1, 0)
-    planning = world.planning()
-    before = planning.reduction
-    planning.adopt_order([2, 1, 0])
-    assert planning.is_order_final and planning.reduction is before
+    current_plan = world.current_plan()
+    before = current_plan.reduction
+    current_plan.adopt_order([2, 1, 0])
+    assert current_plan.is_order_final and current_plan.reduction is before
 
 
 def test_with_one_bucket_no_order_is_worth_a_question(world):
-    assert world.planning(Options(first_bucket_bytes=1 << 30, bucket_cap_bytes=1 << 30)).is_order_final
+    assert world.current_plan(Options(first_bucket_bytes=1 << 30, bucket_cap_bytes=1 << 30)).is_order_final
 
 
 def test_a_buffer_that_is_free_may_be_used_again(world):
-    planning = world.planning()
-    before = planning.reduction
-    planning.adopt_order([0, 1, 2])
+    current_plan = world.current_plan()
+    before = current_plan.reduction
+    current_plan.adopt_order([0, 1, 2])
     assert [instead_of for _, instead_of in world.asked] == [None, before]
     assert "reducer 1 ends" not in world.events  # the maker of the next one decides
 
 
 def test_gradients_that_live_in_a_buffer_move_before_it_goes(world):
     world.any_in_buffer = True
-    planning = world.planning()
+    current_plan = world.current_plan()
     world.events.clear()
-    planning.adopt_order([0, 1, 2])
+    current_plan.adopt_order([0, 1, 2])
     assert [instead_of for _, instead_of in world.asked] == [None, None]
     assert world.events == ["gradients move", "notified", "reducer 1 ends", "hooks"]
 
 
 def test_figures_outlive_their_reducer(world):
-    planning = world.planning()
-    planning.adopt_order([0, 1, 2])
+    current_plan = world.current_plan()
+    current_plan.adopt_order([0, 1, 2])
     assert world.statistics.waited_s == 2.0
     assert world.statistics.squared_norm() == 1.0
 
 
 def test_a_hook_gets_the_buckets_in_the_order_that_is_known(world):
     world.order_of_rank_0 = (1, 2, 0)
-    planning = world.planning()
-    planning.adopt_order([1, 2, 0])
-    before = planning.communicator
-    planning.use_hook(object(), None)
-    assert planning.communicator is not before
-    assert planning.reduction.plan.order == (1, 2, 0)
-    assert planning.is_order_final
+    current_plan = world.current_plan()
+    current_plan.adopt_order([1, 2, 0])
+    before = current_plan.communicator
+    current_plan.use_hook(object(), None)
+    assert current_plan.communicator is not before
+    assert current_plan.reduction.plan.order == (1, 2, 0)
+    assert current_plan.is_order_final
 
 
 def test_owners_make_a_plan_once(world):
     owned = ((OwnedRange(0, 4 * NUMEL, 0),),) * COUNT
-    planning = world.planning()
-    planning.use_owners(owned)
-    planning.use_owners(tuple(owned))
+    current_plan = world.current_plan()
+    current_plan.use_owners(owned)
+    current_plan.use_owners(tuple(owned))
     assert [options.owned for options, _ in world.asked] == [(), owned]
-    planning.adopt_order([0, 1, 2])  # scattered parameters stay so, in separate memory
+    current_plan.adopt_order([0, 1, 2])  # scattered parameters stay so, in separate memory
     assert [options.owned for options, _ in world.asked] == [(), owned, owned]
     assert world.asked[-1][1] is None
 
@@ -175,6 +175,6 @@ def test_owners_make_a_plan_once(world):
     ("nonfinite", "checks", "waits"), [("ignore", False, False), ("warn", True, False), ("raise", True, True)]
 )
 def test_infinities_are_looked_for_as_asked(world, nonfinite, checks, waits):
-    world.planning(replace(Options(), nonfinite=nonfinite))
+    world.current_plan(replace(Options(), nonfinite=nonfinite))
     options, _ = world.asked[0]
     assert (options.checks_finite, options.waits_for_finite) == (checks, waits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.reducer.backward.sharing import _Registry
+from paceline.reducer.backward.models_sharing_parameters import _Registry
 
 
 class Model:

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.reducer.backward.state import BackwardState
-from paceline.reducer.backward.uneven import Shadow, joining, take_part_until_all_finished
+from paceline.reducer.backward.uneven_inputs import Shadow, joining, take_part_until_all_finished
 
 
 class Gradients:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from paceline.reducer.backward.front_end import FrontEnd
+from paceline.reducer.backward.front_end_interface import FrontEnd
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.backward.static_graph import GraphVariety, StaticGraph
 from paceline.reducer.backward_errors import swapped_error
 from paceline.reducer.backward_reports import digest_of
-from paceline.reducer.protocol import Reducer
+from paceline.reducer.reducer_interface import Reducer
 
 
 @final
-class UnusedParameters:
+class RemainingGradients:
     """Hands over the gradients that no hook has handed over, and leaves out parameters that have none.
 
     Such gradients were deferred to the end, came in no_sync() before, or stayed from an earlier step.

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sharding.cuts import CUT_ELEMENTS, Extent, Piece, cut_evenly, deal, deal_whole, fit_into_caches
+from paceline.sharding.partition import (
+    CUT_ELEMENTS,
+    Extent,
+    Piece,
+    cut_evenly,
+    deal,
+    deal_whole,
+    fit_into_caches,
+)
 
 EXTENTS = st.lists(
     st.builds(Extent, st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12
