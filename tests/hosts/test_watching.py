@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.trace.far_ranks import State, far_ranks
+from paceline.trace.remote_ranks import State, remote_ranks
 from tests.hosts.namespaces import Hosts, why_not
 
 REASON = why_not()
@@ -150,5 +150,5 @@ def test_a_killed_rank_of_another_host_is_shown_as_lost(hosts: Hosts, tmp_path: 
     done = job.run(first, "trace")  # lists the failed job, whose last backwards are kept
     assert done.returncode == 0 and "watched" in done.stdout, done
     (folder,) = (job.temporary[first] / "paceline-0").iterdir()
-    states = {each.recording.header.rank: each.state for each in far_ranks(folder)}
+    states = {each.recording.header.rank: each.state for each in remote_ranks(folder)}
     assert states[3] == State.LOST and set(states) == {2, 3}

@@ -17,7 +17,7 @@ from paceline.monitor import top
 from paceline.monitor.snapshot import RankWindow, snapshot
 from paceline.monitor.watch import MOST_RECORDS, WINDOW_NS, JobWatch, RingTail, as_plain, find_running
 from paceline.trace import jobs, ring_file
-from paceline.trace.batches import samples_in
+from paceline.trace.batch_size import samples_in
 from paceline.trace.recording import MOST_NAMES, Recording, recording
 from paceline.trace.records import Event, Record, backward_id, bits_float, float_bits
 from paceline.trace.ring_file import FOLDER_VARIABLE, RankHeader

@@ -18,7 +18,7 @@ from paceline import _core
 from paceline.launch.trace_file import JobRecording
 from paceline.monitor import snapshot, top, watch
 from paceline.trace import cli, ring_file
-from paceline.trace.batches import samples_in
+from paceline.trace.batch_size import samples_in
 from paceline.trace.recording import Recording, batches
 from paceline.trace.records import Event
 from paceline.trace.ring_file import RankHeader, RankRecording

@@ -24,9 +24,9 @@ from paceline.launch.trace_file import JobRecording
 from paceline.monitor import top, watch
 from paceline.monitor.watch import JobWatch
 from paceline.trace import cli, jobs
-from paceline.trace.far_ranks import FarRanks, Words, pack_figures
 from paceline.trace.recording import Recording
 from paceline.trace.records import RECORD_BYTES, Event, backward_id, float_bits
+from paceline.trace.remote_ranks import RemoteRanks, Words, pack_figures
 from paceline.trace.ring_file import COUNT_AT, NOTES_AT, NOTES_USED_AT, RECORDS_AT, RankHeader, path_of
 from paceline.trace.totals import TABLE_BYTES, Total
 
@@ -79,7 +79,7 @@ def job(folder: Path, name: str = "train.py") -> Path:
     totals = dict.fromkeys(Total, 1.0)
     far = RankHeader(1, 2, 4711, "node1", "boot", 0, time.time_ns(), 64)
     last = dict.fromkeys(Total, 1000000000.0)
-    FarRanks(lambda: folder).take(
+    RemoteRanks(lambda: folder).take(
         1, pack_figures(far, totals, last, Words(7, {"loss": 0.5}, "Boom", 1 << 20))
     )
     return folder
@@ -138,7 +138,7 @@ def test_pipes_and_links_in_the_place_of_files_hang_no_reader(tmp_path: Path):
     os.mkfifo(folder / "job.json")
     for rank, make in enumerate((os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"))):
         make(folder / f"rank{rank}.ring")
-        make(folder / f"rank{rank}.far")
+        make(folder / f"rank{rank}.remote")
     for read in readers(folder):
         with contextlib.suppress(ConfigError):
             read()
@@ -157,7 +157,7 @@ def test_no_text_of_a_recording_controls_the_terminal(own_jobs: Path, capsys):
         bad._stop()
     far = RankHeader(1, 2, 4711, f"node{ESCAPE}", "boot", 0, time.time_ns(), 64)
     words = Words(7, {f"x{ESCAPE}": 0.5}, ESCAPE, None)
-    FarRanks(lambda: folder).take(1, pack_figures(far, {}, {Total.TIME_NS: 1.0}, words))
+    RemoteRanks(lambda: folder).take(1, pack_figures(far, {}, {Total.TIME_NS: 1.0}, words))
     assert cli.main([]) == 0
     assert cli.main([folder.name]) == 0
     assert top.main([folder.name, "--once"]) == 0

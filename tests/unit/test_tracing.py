@@ -21,7 +21,7 @@ from paceline import _core
 from paceline.cli import main as paceline_main
 from paceline.errors import ConfigError
 from paceline.trace import chrome, cli, jobs, ring_file
-from paceline.trace.batches import samples_in
+from paceline.trace.batch_size import samples_in
 from paceline.trace.clocks import ahead_ns, on_one_clock
 from paceline.trace.recording import Recording
 from paceline.trace.records import Event, Record, backward_id, pack, unpack

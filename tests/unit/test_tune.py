@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.launch import tune_answers
 from paceline.launch.tune_answers import Layout, Place, Tuned
-from paceline.trace.batches import shape_of_batch
+from paceline.trace.batch_size import shape_of_batch
 from paceline.trace.records import Event, Record
 from paceline.trace.ring_file import RankHeader, RankRecording
 from paceline.tune import answer_text, compare

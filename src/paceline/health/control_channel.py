@@ -70,7 +70,7 @@ from paceline.health.silent_hosts import Arrivals, quiet_s, unconfirmed_bytes
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.resource_limits import start_thread
-from paceline.trace.far_ranks import FarRanks
+from paceline.trace.remote_ranks import RemoteRanks
 
 BEAT_S = 0.25
 _SILENCE_S = 3.0
@@ -176,7 +176,7 @@ class ControlChannel:
         self._left: dict[int, str] = {}  # ranks that have left, with their last activity
         self._has_reported = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
-        self._watcher: FarRanks | None = None
+        self._watcher: RemoteRanks | None = None
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
         self._calls_at_s: float | None = None
         self._beats_at_s = self._looks_at_s = now
@@ -250,7 +250,7 @@ class ControlChannel:
         with self._lock:
             self._pass_on(self._rank.to_bytes(_RANK_BYTES, "little") + figures)
 
-    def watch(self, watcher: FarRanks) -> None:
+    def watch(self, watcher: RemoteRanks) -> None:
         """At the hub: call this watcher with what the ranks report and with the ranks that are gone. The
         watcher must not block.
         """

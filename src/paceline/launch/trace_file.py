@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.trace import chrome, jobs
-from paceline.trace.far_ranks import far_ranks
+from paceline.trace.remote_ranks import remote_ranks
 from paceline.trace.ring_file import (
     CAPACITY_VARIABLE,
     FOLDER_VARIABLE,
@@ -108,8 +108,8 @@ class JobRecording:
         if not is_everywhere and 0 not in found:
             return []
         with suppress(ConfigError):
-            far = far_ranks(self._folder, self._began_ns)
-            return list({**{each.recording.header.rank: each.recording for each in far}, **found}.values())
+            remote = remote_ranks(self._folder, self._began_ns)
+            return list({**{each.recording.header.rank: each.recording for each in remote}, **found}.values())
         return list(found.values())
 
     def end(self, exit_status: int) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.trace.far_ranks import FarRank, State
 from paceline.trace.records import Event, Record, backward_of, bits_float
+from paceline.trace.remote_ranks import RemoteRank, State
 from paceline.trace.ring_file import RankHeader
 from paceline.trace.slow_ranks import Span
 from paceline.trace.totals import Total
@@ -144,7 +144,7 @@ class JobSnapshot:
 def snapshot(
     windows: Sequence[RankWindow],
     now_ns: int,
-    far: Sequence[FarRank] = (),
+    remote: Sequence[RemoteRank] = (),
     spans: Mapping[int, Span] | None = None,
 ) -> JobSnapshot:
     """What the ranks did in their windows, and do now.
@@ -156,8 +156,8 @@ def snapshot(
     model = min((model for each in windows for model, _ in _ends(each)), default=0)
     arrivals = {each.header.rank: _arrivals(each) for each in windows}
     readers = [_RankReader(each, model, arrivals, now_ns) for each in windows]
-    away = [_FarReader(each, spans or {}, now_ns) for each in far]
-    every: list[_RankReader | _FarReader] = [*readers, *away]
+    away = [_RemoteReader(each, spans or {}, now_ns) for each in remote]
+    every: list[_RankReader | _RemoteReader] = [*readers, *away]
     ranks = tuple(sorted((reader.read() for reader in every), key=lambda each: each.rank))
     lost: dict[int, float] = defaultdict(float)
     for reader in every:
@@ -353,10 +353,10 @@ class _RankReader:
         return max(came_ns, self._begin_ns), missing
 
 
-class _FarReader:
-    def __init__(self, far: FarRank, spans: Mapping[int, Span], now_ns: int) -> None:
-        self._far, self._now_ns = far, now_ns
-        self._header = far.recording.header
+class _RemoteReader:
+    def __init__(self, remote: RemoteRank, spans: Mapping[int, Span], now_ns: int) -> None:
+        self._remote, self._now_ns = remote, now_ns
+        self._header = remote.recording.header
         self.world_size = self._header.world_size
         span = spans.get(self._header.rank)
         is_known = span is not None and span.passes > 0 and span.grown.get(Total.TIME_NS, 0.0) > 0
@@ -364,7 +364,7 @@ class _FarReader:
         self.waited_for = self._waits(spans)  # parts of the time
 
     def read(self) -> RankSnapshot:
-        words, header, span = self._far.words, self._header, self._span
+        words, header, span = self._remote.words, self._header, self._span
         rate = 0.0 if span is None else self._rate(span)
         samples = words.values.get(_SAMPLES)
         if samples is None and span is not None:
@@ -374,7 +374,7 @@ class _FarReader:
             rank=header.rank,
             pid=header.pid,
             host=header.host,
-            is_alive=self._far.state == State.LIVE,
+            is_alive=self._remote.state == State.LIVE,
             doing="",
             silent_s=self._silent_ns / 1e9,
             step=words.step,
@@ -397,7 +397,7 @@ class _FarReader:
 
     @property
     def _silent_ns(self) -> int:
-        return max(0, self._now_ns - self._far.received_ns)
+        return max(0, self._now_ns - self._remote.received_ns)
 
     def _rate(self, span: Span) -> float:
         """Backward passes per second; falls when the last report is longer ago than usual."""

@@ -16,9 +16,9 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.monitor.snapshot import JobSnapshot, RankWindow, snapshot
 from paceline.trace import jobs
-from paceline.trace.far_ranks import far_ranks
 from paceline.trace.jobs import JobFacts
 from paceline.trace.records import RECORD_BYTES, Event, Record, unpack_run
+from paceline.trace.remote_ranks import remote_ranks
 from paceline.trace.ring_file import (
     COUNT_AT,
     NOTES_AT,
@@ -90,10 +90,10 @@ class JobWatch:
             if tail.header is not None:
                 windows.append(self._window(tail))
         here = {each.header.rank for each in windows}
-        far = [each for each in far_ranks(self.folder) if each.recording.header.rank not in here]
-        self._causes.look([*self._totals(), *(each.recording for each in far)])
+        remote = [each for each in remote_ranks(self.folder) if each.recording.header.rank not in here]
+        self._causes.look([*self._totals(), *(each.recording for each in remote)])
         windows.sort(key=lambda each: each.header.rank)
-        now = snapshot(windows, time.monotonic_ns(), far, self._causes.spans)
+        now = snapshot(windows, time.monotonic_ns(), remote, self._causes.spans)
         cause = None if now.slow_rank is None else self._causes.of(now.slow_rank)
         return now if cause is None else replace(now, cause=cause.text)
 

@@ -18,8 +18,8 @@ from paceline.health.control_channel import ControlChannel, form_channel
 from paceline.health.handshake import Facts
 from paceline.reducer.peers import Ranks
 from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
-from paceline.trace.far_ranks import FarRanks
 from paceline.trace.recording import recording
+from paceline.trace.remote_ranks import RemoteRanks
 
 _log = logging.getLogger("paceline")
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def _report_to_hub(channel: ControlChannel, rank: int, hosts: Sequence[Sequence[
     global _reports_through
     of_hub = next(ranks for ranks in hosts if HUB in ranks)
     if rank == HUB:
-        channel.watch(FarRanks(lambda: recording.folder))
+        channel.watch(RemoteRanks(lambda: recording.folder))
     elif rank not in of_hub and (_reports_through is None or _reports_through() is None):
         _reports_through = weakref.ref(channel)
         recording.report_to_host = _send_to_hub

@@ -20,7 +20,7 @@ from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.sharding.announced_writes import OneCopy, lay_out
+from paceline.sharding.collective_writes import OneCopy, lay_out
 from paceline.sharding.shared_parameters import SharedStorage, refuse_step, storage_of, storages_of
 
 _watched: list[object] = []

@@ -21,7 +21,7 @@ from paceline import _core
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.framework_ops import FrameworkOps, Tensor
-from paceline.sharding.announced_writes import OneCopy, Place
+from paceline.sharding.collective_writes import OneCopy, Place
 from paceline.sharding.partial_steps import partial_step_error, partial_steps
 
 

@@ -24,9 +24,9 @@ from typing import Any, TypeVar, cast, final
 from paceline import _core
 from paceline.errors import warn
 from paceline.trace import jobs, ring_file
-from paceline.trace.batches import shape_of_batch
-from paceline.trace.far_ranks import Words, pack_figures
+from paceline.trace.batch_size import shape_of_batch
 from paceline.trace.records import Event, backward_of
+from paceline.trace.remote_ranks import Words, pack_figures
 from paceline.trace.ring_file import (
     BATCHES_VARIABLE,
     CAPACITY_VARIABLE,

@@ -16,7 +16,7 @@ from paceline.reducer.backward.state import EndOfBackward
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.plan import Plan
 from paceline.reducer.reducer_interface import BackwardResult, BackwardTimes
-from paceline.trace.batches import samples_in
+from paceline.trace.batch_size import samples_in
 from paceline.trace.recording import recording
 from paceline.trace.records import Event, backward_id, float_bits
 from paceline.trace.totals import ModelTotals

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.sharding.announced_writes import lay_out
+from paceline.sharding.collective_writes import lay_out
 from paceline.sharding.memory_estimate import MemoryPlan, ModelSizes, plan_ways
 from paceline.torch.model.inner_tensors import inner_tensors
 

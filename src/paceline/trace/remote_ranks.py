@@ -30,7 +30,7 @@ from paceline.trace.totals import TABLE_BYTES, Totals, pack_totals, unpack_total
 
 MOST_BYTES = 2048
 """Largest size of a report."""
-_SUFFIX = ".far"
+_SUFFIX = ".remote"
 _WORDS_AT = 3072
 _HEAD = struct.Struct("<QQII")  # number, received_ns, state, length of the words
 _MOST_WORDS = NOTES_AT - _WORDS_AT - _HEAD.size - 8
@@ -88,7 +88,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class FarRank:
+class RemoteRank:
     """What is known of a rank of another host.
 
     Attributes:
@@ -122,7 +122,7 @@ def _unpack_figures(raw: bytes) -> tuple[RankHeader, Totals, Totals, Words]:
     return header, first, last, Words.unpack(raw[words_at:])
 
 
-class FarRanks:
+class RemoteRanks:
     def __init__(self, folder: Callable[[], Path | None]) -> None:
         self._folder = folder
         self._files: dict[int, mmap.mmap] = {}  # by the number that the channel gives to a rank
@@ -190,7 +190,7 @@ def _create(path: Path) -> mmap.mmap:
         os.close(fd)
 
 
-def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
+def remote_ranks(folder: Path, since_ns: int = 0) -> list[RemoteRank]:
     """The ranks of other hosts that reported since `since_ns`, by rank; none if the folder can't be read."""
     found = []
     with suppress(OSError):
@@ -204,14 +204,14 @@ def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
     )
 
 
-def _read_file(path: Path) -> FarRank | None:
+def _read_file(path: Path) -> RemoteRank | None:
     try:
         return _read(ring_file.read_bytes(path, NOTES_AT))
     except ValueError as error:
         raise ring_file.damaged(path, error) from error
 
 
-def _read(data: bytes) -> FarRank | None:
+def _read(data: bytes) -> RemoteRank | None:
     """None if it is not such a file, or is being written."""
     header = ring_file.read_header(data) if len(data) == NOTES_AT else None
     if header is None:
@@ -221,4 +221,4 @@ def _read(data: bytes) -> FarRank | None:
         return None
     words = Words.unpack(data[_WORDS_AT + _HEAD.size : _WORDS_AT + _HEAD.size + length])
     recording = RankRecording(header, [], [], 0, *ring_file.read_totals(data))
-    return FarRank(recording, words, State(state), received_ns)
+    return RemoteRank(recording, words, State(state), received_ns)

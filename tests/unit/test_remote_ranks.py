@@ -16,11 +16,11 @@ from paceline.monitor import top
 from paceline.monitor.metrics import metrics_text
 from paceline.monitor.snapshot import JobSnapshot, RankWindow, snapshot
 from paceline.monitor.watch import JobWatch
-from paceline.trace import far_ranks as far_ranks_module
+from paceline.trace import remote_ranks as remote_ranks_module
 from paceline.trace import ring_file
-from paceline.trace.far_ranks import MOST_BYTES, FarRanks, State, Words, far_ranks, pack_figures
 from paceline.trace.recording import Recording
 from paceline.trace.records import Event, backward_id
+from paceline.trace.remote_ranks import MOST_BYTES, RemoteRanks, State, Words, pack_figures, remote_ranks
 from paceline.trace.ring_file import RankHeader, RankRecording
 from paceline.trace.slow_ranks import CauseWatch
 from paceline.trace.totals import Total
@@ -52,14 +52,14 @@ def figures(rank: int, last: dict[Total, float], words: Words = Words(100)) -> b
 def test_reports_are_read_unchanged(tmp_path: Path):
     words = Words(7, {"loss": 0.5, "nothing": math.nan}, "Boom: it", 1 << 30)
     begun_ns = time.monotonic_ns()
-    FarRanks(lambda: tmp_path).take(2, figures(2, SLOW, words))
-    (found,) = far_ranks(tmp_path, begun_ns)
+    RemoteRanks(lambda: tmp_path).take(2, figures(2, SLOW, words))
+    (found,) = remote_ranks(tmp_path, begun_ns)
     assert (found.recording.first, found.recording.last) == (BEFORE, SLOW)
     assert (found.recording.header.rank, found.recording.header.host) == (2, "node1")
     assert found.words.values["loss"] == 0.5 and math.isnan(found.words.values["nothing"])
     assert (found.words.step, found.words.failure, found.words.memory_bytes) == (7, "Boom: it", 1 << 30)
     assert found.state == State.LIVE and begun_ns <= found.received_ns <= time.monotonic_ns()
-    assert far_ranks(tmp_path, time.monotonic_ns() + S) == []  # an earlier job's
+    assert remote_ranks(tmp_path, time.monotonic_ns() + S) == []  # an earlier job's
 
 
 def test_the_longest_words_fit_into_a_frame_and_a_file(tmp_path: Path):
@@ -67,8 +67,8 @@ def test_the_longest_words_fit_into_a_frame_and_a_file(tmp_path: Path):
     for words in (Words(1 << 62, values, "x" * 5000, 1 << 50), Words(3, {}, "\N{SNOWMAN}" * 5000, None)):
         report = figures(2, SLOW, words)
         assert len(report) <= MOST_BYTES
-        FarRanks(lambda: tmp_path).take(2, report)
-        (found,) = far_ranks(tmp_path)
+        RemoteRanks(lambda: tmp_path).take(2, report)
+        (found,) = remote_ranks(tmp_path)
         assert found.words.step == words.step
 
 
@@ -77,13 +77,13 @@ def test_the_longest_words_fit_into_a_frame_and_a_file(tmp_path: Path):
     [b"", b"\xff" * 600, figures(2, SLOW)[:400], figures(2, SLOW) + b" " * MOST_BYTES, figures(2, SLOW)[:-3]],
 )
 def test_what_is_no_figures_is_dropped(tmp_path: Path, raw: bytes):
-    FarRanks(lambda: tmp_path).take(2, raw)
-    assert far_ranks(tmp_path) == []
+    RemoteRanks(lambda: tmp_path).take(2, raw)
+    assert remote_ranks(tmp_path) == []
 
 
 def test_the_first_word_about_an_end_counts_and_new_figures_leave_the_old_ones(tmp_path: Path):
-    (tmp_path / "rank9.far").write_bytes(b"of an earlier job")
-    writer = FarRanks(lambda: tmp_path)
+    (tmp_path / "rank9.remote").write_bytes(b"of an earlier job")
+    writer = RemoteRanks(lambda: tmp_path)
     writer.leave(2)  # of whom nothing is known: no harm
     writer.take(2, figures(2, FAST))
     writer.take(3, figures(3, FAST))
@@ -91,31 +91,31 @@ def test_the_first_word_about_an_end_counts_and_new_figures_leave_the_old_ones(t
     writer.leave(2)
     writer.lose(2)
     writer.lose(3)
-    assert [(each.state, each.words.step) for each in far_ranks(tmp_path)] == [
+    assert [(each.state, each.words.step) for each in remote_ranks(tmp_path)] == [
         (State.LEFT, 100),
         (State.LOST, 200),
     ]
-    assert not (tmp_path / "rank9.far").exists()
+    assert not (tmp_path / "rank9.remote").exists()
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path):
-    FarRanks(lambda: tmp_path).take(2, figures(2, SLOW))
-    path = tmp_path / "rank2.far"
+    RemoteRanks(lambda: tmp_path).take(2, figures(2, SLOW))
+    path = tmp_path / "rank2.remote"
     data = bytearray(path.read_bytes())
     struct.pack_into("<Q", data, len(data) - 8, 99)
     path.write_bytes(data)
-    assert far_ranks(tmp_path) == []
+    assert remote_ranks(tmp_path) == []
 
 
 def test_a_disk_that_is_full_or_gone_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    FarRanks(lambda: None).take(2, figures(2, SLOW))
-    FarRanks(lambda: tmp_path / "none").take(2, figures(2, SLOW))
+    RemoteRanks(lambda: None).take(2, figures(2, SLOW))
+    RemoteRanks(lambda: tmp_path / "none").take(2, figures(2, SLOW))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(far_ranks_module.os, "posix_fallocate", full)
-    FarRanks(lambda: tmp_path).take(2, figures(2, SLOW))
+    monkeypatch.setattr(remote_ranks_module.os, "posix_fallocate", full)
+    RemoteRanks(lambda: tmp_path).take(2, figures(2, SLOW))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,8 +131,8 @@ def test_a_rank_reports_to_its_host_once_in_a_second_and_when_it_fails(tmp_path:
     other.mkdir()
     found = []
     for each in reports:
-        FarRanks(lambda: other).take(2, each)
-        (far,) = far_ranks(other)
+        RemoteRanks(lambda: other).take(2, each)
+        (far,) = remote_ranks(other)
         found.append((far.words.step, far.words.values, far.words.failure))
         assert far.recording.last[Total.TIME_NS] == S and (far.words.memory_bytes or 0) > 1 << 20
     assert found == [(7, {}, ""), (7, {"loss": 0.25}, "ValueError: x")]
@@ -140,12 +140,12 @@ def test_a_rank_reports_to_its_host_once_in_a_second_and_when_it_fails(tmp_path:
 
 def seen(tmp_path: Path, state: State = State.LIVE) -> JobSnapshot:
     """Ranks 0 and 1 here, 2 and 3 on node1; all wait for rank 3."""
-    writer = FarRanks(lambda: tmp_path)
+    writer = RemoteRanks(lambda: tmp_path)
     writer.take(2, figures(2, FAST))
     writer.take(3, figures(3, SLOW, Words(100, {"loss": 2.0}, "", 3 << 30)))
     if state == State.LOST:
         writer.lose(3)
-    far = far_ranks(tmp_path)
+    far = remote_ranks(tmp_path)
     local = [RankRecording(header(rank, "node0"), [], [], 0, BEFORE, FAST) for rank in range(2)]
     causes = CauseWatch()
     causes.look([*local, *(each.recording for each in far)])
@@ -208,7 +208,7 @@ def test_the_launcher_of_rank_0_says_who_is_slow_on_other_hosts(tmp_path: Path):
         ring_file.write_header(memory, header(rank, "node0"))
         ring_file.write_totals(memory, BEFORE, 1, is_first=True)
         ring_file.write_totals(memory, FAST, 2)
-    writer = FarRanks(lambda: tmp_path)
+    writer = RemoteRanks(lambda: tmp_path)
     writer.take(2, figures(2, FAST))
     writer.take(3, figures(3, SLOW))
     recording.end(0)
