@@ -97,7 +97,7 @@ def squatted(own_jobs: Path, monkeypatch) -> Path:
     (ours / "job.json").unlink()
     os.mkfifo(ours / "job.json")
     os.mkfifo(path_of(ours, 0))
-    os.mkfifo(ours / "rank1.far.new")
+    os.mkfifo(ours / "rank1.remote.new")
     if os.geteuid():
         monkeypatch.setattr(jobs.os, "getuid", lambda: NOBODY)
         folder.rename(jobs.users_folder())
