@@ -487,6 +487,33 @@ def test_deleted_models_leave_no_thread_and_no_connection(rank, monkeypatch):
     until_no_more_than(before, collecting=True)
 
 
+@pytest.mark.parametrize("path", ["one host", "hosts", "devices", "group"])
+@kept_ranks(4, group=None)
+def test_destroyed_process_groups_leave_no_thread_and_no_connection(rank, path, tmp_path, monkeypatch):
+    if path != "one host":
+        place(rank)
+    if path == "devices":
+        be_a_device(monkeypatch)
+
+    def train(number: int) -> None:
+        store = f"file://{tmp_path}/{number}"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
+        wrapped = DistributedDataParallel(network(), reduce_through="group" if path == "group" else "auto")
+        if path == "devices":
+            wrapped = wrap(network())
+        backward(wrapped, number, rank, 4)
+        torch.distributed.destroy_process_group()
+
+    train(0)
+    train(1)
+    time.sleep(0.5)
+    gc.collect()
+    before = files_and_threads()
+    for number in range(2, 5):
+        train(number)
+    until_no_more_than(before, collecting=True)
+
+
 # --- failures ---
 
 

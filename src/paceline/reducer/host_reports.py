@@ -21,7 +21,8 @@ from paceline.health.store_check import Work
 from paceline.reducer.process_group_waits import Rows
 from paceline.rendezvous.shared_memory import HostMemory
 
-_reports: weakref.WeakKeyDictionary[Any, Reports] = weakref.WeakKeyDictionary()
+# By process group. A value must not refer to its group, which would then live for ever.
+_reports: weakref.WeakKeyDictionary[Any, Reports | None] = weakref.WeakKeyDictionary()
 
 
 class Reports(Protocol):
@@ -42,15 +43,18 @@ class GroupReports:
 
 
 def reports_of(
-    group: Any, share_hosts: Callable[[], HostMemory], over_group: Callable[[], Reports]
-) -> Reports:
-    """The exchange of reports for all models over one process group. Collective."""
+    group: Any, share_hosts: Callable[[], HostMemory], beside: Callable[[], Reports | None]
+) -> Reports | None:
+    """The exchange of reports for all models over one process group, other than the group itself. Collective.
+
+    None: the ranks have no memory in common and nothing beside the group, so reports go over the group.
+    """
     if group not in _reports:
         try:
             core = share_hosts().of_all_ranks()
         except RegionError:  # raised on every rank
             core = None
-        _reports[group] = over_group() if core is None else HostReports(core)
+        _reports[group] = beside() if core is None else HostReports(core)
     return _reports[group]
 
 

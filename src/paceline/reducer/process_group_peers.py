@@ -133,9 +133,11 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
 
     def reports(self) -> Reports:
         """Collective."""
-        if self.world_size == 1:
-            return self._reports_over_group()  # a single rank never uses it
-        return reports_of(self.process_group, self.share_hosts, self._reports_over_group)
+        over_group = GroupReports(self.calls.begin_gather)
+        if self.world_size == 1:  # a single rank never uses it
+            return over_group
+        return reports_of(self.process_group, self.share_hosts, self._reports_beside) or over_group
 
-    def _reports_over_group(self) -> Reports:
-        return GroupReports(self.calls.begin_gather)
+    def _reports_beside(self) -> Reports | None:
+        """Reports over something else than the group, which must not refer to the group. Collective."""
+        return None

@@ -63,16 +63,13 @@ class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
                 hint='leave reduce_through at "auto"',
             )
 
-    def _reports_over_group(self) -> Reports:
-        serves_cpu = transport_device(self.process_group).type == "cpu"
-        beside = None if serves_cpu or self.world_size == 1 else self._reports_beside()
-        return beside or super()._reports_over_group()
-
     def _reports_beside(self) -> Reports | None:
         """Reports over a Gloo group beside a process group without the CPU, so that none waits for a device.
 
-        None: some rank could not connect, and all ranks send their reports through the device.
+        None: the group has the CPU, or some rank could not connect and all send reports through the device.
         """
+        if transport_device(self.process_group).type == "cpu":
+            return None
         # Keys that no other group of these ranks, and no earlier start of them, has used in the store.
         nonces = self.exchange.all_gather(secrets.token_hex(8).encode(), self.timeout_s)
         made = None
