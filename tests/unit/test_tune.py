@@ -169,6 +169,40 @@ def test_one_process_is_recommended_where_it_is_fastest_and_where_no_difference_
     assert "no difference that can be told" in text_of(tie)
 
 
+def test_a_wide_interval_claims_no_fastest_layout() -> None:
+    wide = [standing(ONE, *[100] * 7), standing(TWO, 30, 32, 60, 69, 90, 190, 230)]
+    verdict = judge(wide)
+    assert verdict is not None and (verdict.fastest, verdict.recommended) == (ONE, ONE)
+    said = text_of(wide)
+    assert (
+        "One process with 4 threads is as good as any: 2 ranks x 2 threads reaches 0.69x (0.30 to 2.30)"
+        in said
+    )
+    assert said.count("no difference that can be told") == 1 and "More ranks gain nothing" in said
+    assert "is fastest" not in said and "slower" not in said and "from the fastest" not in said
+
+
+def test_the_doubt_names_the_layouts_that_the_recommendation_does_not() -> None:
+    three = [
+        standing(ONE, *[100] * 7),
+        standing(TWO, 30, 32, 60, 69, 90, 190, 230),
+        standing(FOUR, 30, 32, 50, 60, 90, 190, 230),
+    ]
+    said = text_of(three)
+    assert "2 ranks x 2 threads reaches 0.69x" in said
+    assert "No difference that can be told from the fastest: 4 ranks x 1 thread (0.60x" in said
+    # A certainly slower layout with the higher median is not the one that leaves the answer open.
+    three[1] = standing(TWO, *[95] * 7)
+    assert "One process with 4 threads is as good as any: 4 ranks x 1 thread reaches 0.60x" in text_of(three)
+
+
+def test_several_ranks_that_one_may_equal_are_fastest_by_the_median_only() -> None:
+    wide = [standing(ONE, 30, 32, 60, 69, 90, 190, 230), standing(TWO, *[100] * 7)]
+    said = text_of(wide)
+    assert "2 ranks x 2 threads is fastest: 1.45x (0.43 to 3.33) of one rank, by the median." in said
+    assert "No difference that can be told from the fastest: 1 rank x 4 threads" in said
+
+
 def test_a_tie_is_no_excuse_for_a_layout_that_is_slower_by_the_median() -> None:
     noisy = [standing(ONE, *[100] * 8), standing(TWO, *[140, 90, 141, 142, 95, 143, 144, 99])]
     verdict = judge(noisy)

@@ -112,7 +112,8 @@ def _recommendation(verdict: Verdict) -> str:
         return _one_is_best(best, verdict, others)
     gain = f"{times(result.of_one)} of one rank" if result.of_one is not None else "one rank was not measured"
     if best == verdict.fastest:
-        return f"{best} is fastest: {gain}."
+        is_certain = not any(each.layout.ranks == 1 for each in _as_fast(verdict))
+        return f"{best} is fastest: {gain}{'' if is_certain else ', by the median'}."
     return (
         f"{best} is as fast as any: {gain}. No difference that can be told from {verdict.fastest} "
         f"({times(result.of_best)} of it), and fewer ranks are simpler."
@@ -120,12 +121,11 @@ def _recommendation(verdict: Verdict) -> str:
 
 
 def _one_is_best(best: Layout, verdict: Verdict, others: Sequence[Result]) -> str:
-    if best != verdict.fastest:
-        result = verdict.result(verdict.fastest)
-        assert result is not None and result.of_one is not None
+    if (equal := _equal_of(verdict)) is not None:
+        assert equal.of_one is not None
         return (
-            f"One process with {counted(best.threads, 'thread')} is as good as any: {verdict.fastest} "
-            f"reaches {times(result.of_one)} of it, no difference that can be told. More ranks gain nothing."
+            f"One process with {counted(best.threads, 'thread')} is as good as any: {equal.layout} "
+            f"reaches {times(equal.of_one)} of it, no difference that can be told. More ranks gain nothing."
         )
     nearest = max(others, key=lambda each: each.of_best.median)
     return (
@@ -135,17 +135,26 @@ def _one_is_best(best: Layout, verdict: Verdict, others: Sequence[Result]) -> st
 
 
 def _doubts(verdict: Verdict) -> list[str]:
-    """Names the layouts that may be as fast as the fastest."""
-    found = []
-    close = [
-        each
-        for each in verdict.results
-        if not each.is_slower and each.layout not in (verdict.fastest, verdict.recommended)
-    ]
-    if close and all(each.rounds >= LEAST_ROUNDS for each in close):
-        names = ", ".join(f"{each.layout} ({times(each.of_best)})" for each in close)
-        found.append(f"No difference that can be told from the fastest: {names}.")
-    return found
+    """Names the layouts that may be as fast as the fastest, except those that the recommendation names."""
+    equal = _equal_of(verdict) if verdict.recommended.ranks == 1 else None
+    close = [each for each in _as_fast(verdict) if each is not equal]
+    if not close or any(each.rounds < LEAST_ROUNDS for each in close):
+        return []
+    names = ", ".join(f"{each.layout} ({times(each.of_best)})" for each in close)
+    return [f"No difference that can be told from the fastest: {names}."]
+
+
+def _as_fast(verdict: Verdict) -> list[Result]:
+    """The layouts, besides the fastest and the recommended one, that are not certainly slower."""
+    named = (verdict.fastest, verdict.recommended)
+    return [each for each in verdict.results if not each.is_slower and each.layout not in named]
+
+
+def _equal_of(verdict: Verdict) -> Result | None:
+    """The best layout that is no different from the recommended one; None: all others are slower."""
+    if verdict.recommended != verdict.fastest:
+        return verdict.result(verdict.fastest)
+    return max(_as_fast(verdict), key=lambda each: each.of_best.median, default=None)
 
 
 def _fairness(verdict: Verdict) -> list[str]:
