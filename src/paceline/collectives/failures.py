@@ -217,7 +217,8 @@ def _left(facts: Facts) -> PacelineError:
         likely=why_left(
             seen, "it exited or closed the group early: fewer batches, another branch, or sys.exit()"
         ),
-        hint="all ranks must make the same calls; give each the same number of batches",
+        hint="all ranks must make the same calls; give each the same number of batches, or use "
+        "ddp.iterate(loader)",
         lost=tuple(facts["late"]),
         rank=facts["rank"],
     )

@@ -215,7 +215,8 @@ def left_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostErro
         f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
         seen=seen,
         likely=why_left(seen, "it has come to its end, or called sys.exit(), while others still train"),
-        hint="every rank must make the same number of backward passes; or use ddp.finish()",
+        hint="every rank must make the same number of backward passes; or use ddp.finish() "
+        "or ddp.iterate(loader)",
         lost=tuple(ranks),
     )
 

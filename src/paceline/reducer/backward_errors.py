@@ -387,7 +387,8 @@ def exit_warning(who: str, waiting: list[int], among: str = "") -> str:
     return (
         f"{who.capitalize()} leaves while {format_ranks(waiting)}{among} "
         f"{'waits' if len(waiting) == 1 else 'wait'} for it at the end of another backward.\n"
-        "  likely   this rank skipped an iteration, or had fewer batches; or it leaves too early\n"
-        "  hint     the steps of the ranks belong to different iterations since then: make every decision to "
-        "skip on all ranks alike, or use ddp.iterate(loader) or ddp.finish()"
+        "  likely   this rank had fewer batches, skipped an iteration, or leaves too early\n"
+        "  hint     for other numbers of batches, use ddp.iterate(loader) or ddp.finish(); if it skipped an "
+        "iteration, the steps of the ranks belong to different iterations since then: make every decision to "
+        "skip on all ranks alike"
     )
