@@ -189,6 +189,30 @@ def test_long_waits_count_however_rare_they_are():
     )
 
 
+def test_one_long_wait_is_not_shown_as_every_step():
+    ranks = job(BALANCED, SLOW | {Total.CPU_NS: 17 * MS}, BALANCED)
+    ranks[1].first[Total.LONGEST_HELD_UP_NS], ranks[1].last[Total.LONGEST_HELD_UP_NS] = 0.0, 7.5e9
+    assert sentences(ranks) == [
+        "the others waited for rank 1 of 3 (host b) in 100 % of 1000 steps, for 8.0 s in all, 7.5 s of it in "
+        "one step. Why, as means of all steps: it computed for 17.0 ms per step, the others 9.0 ms."
+    ]
+    # The longest wait is less than half of all, or was before the steps that are looked at.
+    for first, last in ((0.0, 3.9e9), (7.5e9, 7.5e9)):
+        ranks[1].first[Total.LONGEST_HELD_UP_NS], ranks[1].last[Total.LONGEST_HELD_UP_NS] = first, last
+        assert sentences(ranks) == [f"{WAITED} Why: it computed for 17.0 ms per step, the others 9.0 ms."]
+
+
+def test_the_longest_wait_for_a_rank_is_kept():
+    model = Model()
+    assert model.totals.read()[Total.LONGEST_HELD_UP_NS] == 0
+    model.recent_ns = [[5, 9, 5], [5, 5, 45]]
+    assert model.totals.read()[Total.LONGEST_HELD_UP_NS] == 40
+    model.recent_ns = [[5, 9, 5], [5, 5, 15]]
+    longest = model.totals.read()
+    assert longest[Total.LONGEST_HELD_UP_NS] == 40
+    assert sum_of((longest, {Total.LONGEST_HELD_UP_NS: 30.0}))[Total.LONGEST_HELD_UP_NS] == 40
+
+
 def test_of_many_slow_ranks_the_slowest_three_are_named():
     slower = [SLOW | {Total.WORKED_NS: (18 + rank) * MS, Total.TIMES_LAST: 0.3} for rank in range(4)]
     found = sentences(job(*[BALANCED] * 60, *slower))
@@ -294,6 +318,7 @@ class Model:
 
     def __init__(self) -> None:
         self.passes = 0
+        self.recent_ns: list[list[int]] = [[], []]
         self.records = _core.BackwardRecords(samples_in)
         self.totals = ModelTotals(1, self.times, self.records)
 
@@ -303,6 +328,7 @@ class Model:
         times.worked_ns = [1, 10 * self.passes]
         times.times_last = [2, self.passes]
         times.held_up_ns = [3, 100 * self.passes]
+        times.recent_ns = self.recent_ns
         return times
 
 

@@ -22,6 +22,8 @@ _MINOR_FAULT_NS = 500
 """Approximate time in which the kernel clears and maps a page."""
 _MAJOR_FAULT_NS = 100_000
 """Approximate time in which a fast disk reads a page."""
+_MOST_OF_IT = 0.5
+"""If one step has this part of all the time for which the others waited, a mean per step would mislead."""
 _MOST_SHOWN = 3
 """Most ranks that are reported; users would not read more."""
 
@@ -96,21 +98,29 @@ class SlowRank:
         share: Part of the backward passes in which it was last.
         held_up_ns: How much later than the others it arrived when it was last, averaged over all backward
             passes.
+        longest_ns: How much later than the others it arrived in the backward for which that was most; None:
+            unknown.
         cause: Why it is slow; None: unknown.
     """
 
     span: Span
     share: float
     held_up_ns: float
+    longest_ns: float | None
     cause: Cause | None
 
     def sentence(self, when: str = "") -> str:
         span = self.span
+        waited, why = f"{self.held_up_ns / 1e6:.1f} of {_ms(span.step_ns)} per step", "Why"
+        total_ns = self.held_up_ns * span.passes
+        if self.longest_ns is not None and self.longest_ns >= _MOST_OF_IT * total_ns:
+            longest_ns = min(self.longest_ns, total_ns)
+            waited = f"for {total_ns / 1e9:.1f} s in all, {longest_ns / 1e9:.1f} s of it in one step"
+            why = "Why, as means of all steps"
         return (
             f"the others waited for rank {span.rank} of {span.world_size} (host {span.host}) in "
-            f"{100 * self.share:.0f} % of {when}{span.passes} steps, {self.held_up_ns / 1e6:.1f} of "
-            f"{_ms(span.step_ns)} per step. "
-            + (f"Why: {self.cause.text}." if self.cause else "The cause is not known.")
+            f"{100 * self.share:.0f} % of {when}{span.passes} steps, {waited}. "
+            + (f"{why}: {self.cause.text}." if self.cause else "The cause is not known.")
         )
 
 
@@ -121,6 +131,8 @@ def whole_spans(recordings: Sequence[RankRecording]) -> list[Span]:
 def span_of(recording: RankRecording, since: Totals) -> Span:
     header = recording.header
     grown = {total: value - since[total] for total, value in recording.last.items() if total in since}
+    if grown.pop(Total.LONGEST_HELD_UP_NS, 0.0) > 0:  # it was in this span
+        grown[Total.LONGEST_HELD_UP_NS] = recording.last[Total.LONGEST_HELD_UP_NS]
     return Span(header.rank, header.world_size, header.host, grown)
 
 
@@ -140,7 +152,8 @@ def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
             and held_up_ns >= (limits.lost_s if share >= limits.share else limits.rarely_lost_s) * 1e9
         ):
             cause = find_cause(span, others, more_ns)
-            found.append((more_ns, SlowRank(span, share, held_up_ns / span.passes, cause)))
+            longest_ns = span.grown.get(Total.LONGEST_HELD_UP_NS)
+            found.append((more_ns, SlowRank(span, share, held_up_ns / span.passes, longest_ns, cause)))
     return [slow for _, slow in sorted(found, key=lambda each: -each[0])[:_MOST_SHOWN]]
 
 

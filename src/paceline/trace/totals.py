@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -53,6 +53,8 @@ class Total(IntEnum):
     """How long the control group was throttled."""
     STOLEN_NS = 16
     """How long other virtual machines had the cores of this process, summed over cores."""
+    LONGEST_HELD_UP_NS = 17
+    """How much later than the others this rank arrived in the backward for which that was most. Not a sum."""
 
 
 Totals: TypeAlias = Mapping[Total, float]
@@ -81,7 +83,10 @@ def sum_of(parts: Iterable[Totals]) -> dict[Total, float]:
     found: dict[Total, float] = {}
     for part in parts:
         for total, value in part.items():
-            found[total] = found.get(total, 0.0) + value
+            if total is Total.LONGEST_HELD_UP_NS:
+                found[total] = max(found.get(total, 0.0), value)
+            else:
+                found[total] = found.get(total, 0.0) + value
     return found
 
 
@@ -92,7 +97,7 @@ class ModelTotals:
         weight: The total `WEIGHT` of this model; None: no weight was ever given.
     """
 
-    __slots__ = ("_last", "_rank", "_records", "_times", "weight")
+    __slots__ = ("_last", "_longest_ns", "_rank", "_records", "_times", "weight")
 
     def __init__(
         self,
@@ -106,17 +111,22 @@ class ModelTotals:
         # Weak, so that the recording does not keep a model alive.
         self._times: weakref.WeakMethod[Any] = weakref.WeakMethod(times)
         self._last: Totals = {}
+        self._longest_ns = 0.0
 
     def read(self) -> Totals:
         of_model = self._times()
         if of_model is None:
             return self._last
         times: BackwardTimes = of_model()
+        # The core keeps the latest 64 backward passes. Totals are read at the end of each pass that took a
+        # second, so a long wait is not missed.
+        self._longest_ns = max(self._longest_ns, _longest_lateness_ns(times.recent_ns, self._rank))
         found: dict[Total, float] = {
             Total.BACKWARDS: times.backwards,
             Total.WORKED_NS: times.worked_ns[self._rank],
             Total.TIMES_LAST: times.times_last[self._rank],
             Total.HELD_UP_NS: times.held_up_ns[self._rank],
+            Total.LONGEST_HELD_UP_NS: self._longest_ns,
             Total.BETWEEN_NS: self._records.between_ns,
         }
         if self._records.samples:
@@ -125,3 +135,17 @@ class ModelTotals:
             found[Total.WEIGHT] = self.weight
         self._last = found
         return found
+
+
+def _longest_lateness_ns(worked_ns: Sequence[Sequence[int]], rank: int) -> float:
+    """How much longer than the mean of the others a rank has worked, in the backward for which that was most.
+
+    Args:
+        worked_ns: For each rank, how long it has worked for each of the same backward passes.
+        rank: The rank.
+    """
+    others = len(worked_ns) - 1
+    if not others:
+        return 0.0
+    passes = zip(*worked_ns)
+    return max((each[rank] - (sum(each) - each[rank]) / others for each in passes), default=0.0)
