@@ -425,6 +425,19 @@ def test_what_an_earlier_job_left_in_the_folder_is_not_said(tmp_path: Path):
     assert said == []
 
 
+@pytest.mark.parametrize("num_records", [0, 3])
+def test_a_failed_job_offers_its_last_iterations_if_there_are_any(tmp_path: Path, num_records: int):
+    said: list[str] = []
+    written(tmp_path, job(BALANCED, BALANCED))
+    with (tmp_path / "rank1.ring").open("r+b") as file:
+        file.seek(ring_file.COUNT_AT)
+        file.write(num_records.to_bytes(8, "little"))
+    JobRecording(tmp_path, is_own=False, output=None, name="x", nprocs=2, launcher=1, say=said.append).end(1)
+    assert said == [f"paceline: `paceline trace {tmp_path}` shows the last iterations of each rank"] * bool(
+        num_records
+    )
+
+
 def test_paceline_trace_says_it_too(tmp_path: Path, capsys):
     written(tmp_path, job(BALANCED, SLOW, BALANCED))
     assert cli.main([f"{tmp_path}/"]) == 0

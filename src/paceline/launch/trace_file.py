@@ -21,6 +21,7 @@ from paceline.trace.ring_file import (
     TRACE_RECORDS,
     RankRecording,
     file_bytes,
+    has_records,
     paths_in,
     read_start,
 )
@@ -123,12 +124,9 @@ class JobRecording:
                     self._say(f"paceline: {slow.sentence()}")
             if self._output is not None:
                 self._write(Path(self._output))
-            elif exit_status and paths_in(self._folder):
-                self._say(
-                    f"paceline: `paceline trace {self._folder.name}` shows the last iterations of each rank"
-                    if self._is_own
-                    else f"paceline: `paceline trace {self._folder}` shows the last iterations of each rank"
-                )
+            elif exit_status and any(map(has_records, paths_in(self._folder))):
+                name = self._folder.name if self._is_own else self._folder
+                self._say(f"paceline: `paceline trace {name}` shows the last iterations of each rank")
         except PacelineError as error:
             self._say(f"paceline: {error}")
         finally:

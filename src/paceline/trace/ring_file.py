@@ -329,6 +329,15 @@ def read_start(path: Path) -> RankRecording | None:
         raise damaged(path, error) from error
 
 
+def has_records(path: Path) -> bool:
+    """Whether a rank has recorded anything that it did; False also if the file can't be read."""
+    try:
+        data = read_bytes(path, NOTES_USED_AT)
+        return len(data) == NOTES_USED_AT and bool(struct.unpack_from("<Q", data, COUNT_AT)[0])
+    except OSError:
+        return False
+
+
 def read_file(path: Path) -> RankRecording | None:
     """Read everything that a rank has recorded; None as in `read_start`."""
     try:
