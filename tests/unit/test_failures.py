@@ -174,6 +174,21 @@ def test_the_lost_and_the_late_are_fields():
     assert raised.seen == "ValueError: 7"
 
 
+def test_the_hint_of_a_deadline_can_be_copied():
+    error = make_error(facts(Reason.DEADLINE, late=[0, 2], ranks=[rank_facts(0, "missing", pid=0), *RANKS]))
+    assert error.hint.startswith("`paceline stacks 1002` shows where rank 2 is; ")
+    assert error.hint.endswith(
+        "`timeout_s` of the wrapper or the group (or `timeout` of init_process_group) gives them longer"
+    )
+    gone = make_error(facts(Reason.DEADLINE, late=[0], ranks=[rank_facts(0, "missing", pid=0), *RANKS]))
+    assert "PID" not in gone.hint and "paceline stacks" not in gone.hint
+    no_rank = make_error(facts(Reason.DEADLINE, late=[], culprit=-1))
+    assert no_rank.hint.startswith("`paceline stacks 1000` shows where rank 0 is; ")
+
+
+RANKS = [rank_facts(rank) for rank in range(1, 4)]
+
+
 def test_late_ranks_are_described_by_their_activity():
     ranks = [
         rank_facts(0, "missing"),

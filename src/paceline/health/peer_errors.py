@@ -69,6 +69,16 @@ def is_of_a_late_peer(text: str) -> bool:
 # --- late ---
 
 
+def look_at(rank: int, pid: int, host: str = "") -> str:
+    """A hint: the command that shows where a rank is."""
+    return f"`paceline stacks {pid}`{f' on host {host}' if host else ''} shows where rank {rank} is"
+
+
+def takes_longer(whom: str = "it") -> str:
+    """A hint that names the arguments that set the time-out."""
+    return f"`timeout_s` of the wrapper or the group (or `timeout` of init_process_group) gives {whom} longer"
+
+
 @dataclass(frozen=True)
 class LateRanks:
     ranks: tuple[int, ...]
@@ -98,7 +108,7 @@ def late_by_records(records: Sequence[dict[str, Any]]) -> LateRanks:
         ranks_of(records),
         record_rows(records),
         "a rank skipped this backward, is stuck in its data loader, or was stopped",
-        "`paceline stacks PID` shows where a rank is; `timeout_s` gives it longer",
+        f"{look_at(records[0]['rank'], records[0]['pid'])}; {takes_longer()}",
     )
 
 
@@ -128,13 +138,13 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
             "all others answer, and wait:\n"
             + "\n".join(f"{each.describe()} {_words(answer)}" for each, answer in there),
             "a rank skipped a forward or a backward, or made one too many, and ranks wait in different calls",
-            "make the same calls in the same order on every rank; `timeout_s` gives them longer",
+            f"make the same calls in the same order on every rank; {takes_longer('them')}",
         )
     return LateRanks(
         tuple(member.rank for member, _ in busy),
         "\n".join(rows),
         "a rank skipped this backward, is stuck in its data loader, or in another call",
-        "`paceline stacks PID` on its host shows where a rank is; `timeout_s` gives it longer",
+        f"{look_at(busy[0][0].rank, busy[0][0].pid, busy[0][0].host)}; {takes_longer()}",
     )
 
 
@@ -151,7 +161,7 @@ def _stopped(silent: Sequence[Member]) -> tuple[str, str] | None:
         f"the process of {format_ranks([each.rank for each in silent])} is stopped (SIGSTOP, a debugger), or "
         "holds Python's lock in a long call",
         f"look at pid {', '.join(str(each.pid) for each in silent)} on host {_hosts_of(silent)}; "
-        "`kill -CONT PID` lets a stopped one go on",
+        f"`kill -CONT {' '.join(str(each.pid) for each in silent)}` there lets a stopped one go on",
     )
 
 
