@@ -32,7 +32,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 BASES = {"PacelineError", "CollectiveError", "ReplicaError"}
 # Numbers that differ between runs.
 CHANGING = (
-    (re.compile(r"\b(pid|process) \d+"), r"\1 N"),
+    (re.compile(r"\b(pid|process|stacks) \d+"), r"\1 N"),
     (re.compile(r"\d+(\.\d+)? (ms|s)\b"), r"N \2"),
     (re.compile(r"slab of \d+"), "slab of N"),
     (re.compile(r"\bat [0-9a-f]{32}\b"), "at JOB"),
