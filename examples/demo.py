@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -404,7 +405,16 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
         text += f" They train {over_theirs} as fast as with {framework.wrapper}."
     else:
         text += f" Against {framework.wrapper}: {over_theirs or NOT_MEASURED}."
-    return text.replace("  ", " ") + " `paceline tune train.py` measures your own script."
+    return text.replace("  ", " ") + f" `{installed_command()} tune train.py` measures your own script."
+
+
+def installed_command() -> str:
+    """Return what to type for the command `paceline` of this environment, which need not be activated."""
+    name = "paceline"
+    path = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(path) or not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def same_bits(runs: Sequence[Run]) -> bool:

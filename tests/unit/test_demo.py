@@ -52,6 +52,19 @@ def test_it_pays_only_if_every_round_says_so(demo: ModuleType) -> None:
     )
 
 
+def test_the_command_that_it_names_can_be_typed(demo: ModuleType, monkeypatch, tmp_path: Path) -> None:
+    command = tmp_path / "env" / "bin" / "paceline"
+    command.parent.mkdir(parents=True)
+    command.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(command.with_name("python")))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert demo.installed_command() == str(command)
+    monkeypatch.chdir(tmp_path)
+    assert demo.installed_command() == "env/bin/paceline"
+    monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")  # as after `. env/bin/activate`
+    assert demo.installed_command() == "paceline"
+
+
 def test_a_round_that_was_slow_for_all_counts_as_any(demo: ModuleType) -> None:
     ratio = demo.ratio(*[[demo.Run(1, speed, True, {}) for speed in each] for each in ([30, 300], [20, 200])])
     assert str(ratio) == "1.50x"
