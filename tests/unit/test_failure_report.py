@@ -172,3 +172,14 @@ def test_the_error_of_spawn_carries_everything() -> None:
     assert error.traceback == BOOM.rstrip("\n")
     assert [one.rank for one in error.failures] == [2, 0, 1]
     assert str(error).startswith("Rank 2 of 4 failed first")
+
+
+def test_an_error_that_differs_only_in_the_number_of_the_rank_has_one_traceback() -> None:
+    ends = [end(rank, 1, 1.0 + rank / 100, BOOM.replace("boom", f"device_ids={rank}")) for rank in range(3)]
+    text = render(ends, held=range(3))
+    assert text.count("Traceback") == 1
+    assert "  rank 1: ValueError: device_ids=1 (exit status 1)" in text
+    assert "  rank 2: ValueError: device_ids=2 (exit status 1)" in text
+    assert "rank 0's traceback" in text
+    elsewhere = BOOM.replace("line ", "line 1").replace("boom", "device_ids=3")
+    assert render([*ends, end(3, 1, 1.05, elsewhere)], held=range(4)).count("Traceback") == 2

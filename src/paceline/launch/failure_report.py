@@ -193,6 +193,15 @@ def alike(ends: Sequence[RankEnd], first: RankEnd) -> list[RankEnd]:
     return [end for end in ends if end.is_failure and describe_end(end) == describe_end(first)]
 
 
+def _but_for_numbers(end: RankEnd) -> tuple[str, ...]:
+    """Where a rank failed, and its error without numbers: one traceback serves ranks that are equal in both.
+
+    A text such as "device_ids=1 is not usable" differs from rank to rank only in the number of the rank.
+    """
+    frames = [line for line in traceback_of(end).splitlines() if line.lstrip().startswith('File "')]
+    return (*frames, re.sub(r"\d+", "N", describe_end(end)))
+
+
 def summary(ends: Sequence[RankEnd], first: RankEnd) -> str:
     """One line: which ranks failed, which of them first if that is known, and how."""
     same = alike(ends, first)
@@ -236,8 +245,9 @@ def render(
     rest = others(ends, first)
     if rest:
         parts.append("\n".join(["paceline: the other ranks:", *(f"  {line}" for line in rest)]))
-    causes = {describe_end(end): end for end in ends if end.rank in held and not _severity(end)}
-    shown = [end for end in causes.values() if end not in same]
+    causes = {_but_for_numbers(end): end for end in ends if end.rank in held and not _severity(end)}
+    known = _but_for_numbers(first)
+    shown = [end for key, end in causes.items() if end not in same and key != known]
     if not any(end.rank in raw for end in same):  # else it was shown directly above
         shown.append(first)
     for end in shown:
