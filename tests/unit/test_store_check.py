@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 
 import pytest
 
-from paceline.errors import RendezvousError
+from paceline.errors import PeerLostError, RendezvousError
 from paceline.health import store_check
 from paceline.health.store_check import Missing, StoreChecks
 
@@ -74,6 +75,38 @@ def test_a_call_that_is_late_names_who_does_not_answer(checks, monkeypatch):
     assert f"rank 1 (pid {os.getpid()}) is stopped: `kill -CONT {os.getpid()}`" in str(raised.value)
     assert "Rank 0 of 2 gave up waiting for the other ranks after 0.1 s." in str(raised.value)
     assert "all_gather over the test's group" in str(raised.value)
+
+
+class Fails:
+    """A call that raises what its process group has noticed."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("noticed", "shown"),
+    [
+        (RuntimeError("Connection closed by peer"), "Connection closed by peer"),
+        (
+            PeerLostError("Rank 1 of 2 left the group.", seen="rank 1 (pid 7) has left", likely="it exited"),
+            "Rank 1 of 2 left the group.\nrank 1 (pid 7) has left",
+        ),
+    ],
+)
+def test_what_the_process_group_has_noticed_is_shown_once(checks, monkeypatch, noticed, shown):
+    monkeypatch.setattr(store_check, "process_state", lambda pid: "")
+    with pytest.raises(RendezvousError) as raised:
+        checks.complete(lambda: Fails(noticed), "all_gather", 1.0, time.monotonic() + 1.0)
+    assert raised.value.seen == f"rank 1 (pid {os.getpid()}) has died\n{shown}"
+    assert "".join(traceback.format_exception(raised.value)).count(shown.split("\n")[0]) == 1
+    assert "exited" in raised.value.likely and "every rank" in raised.value.hint
 
 
 def test_a_store_that_is_gone_was_served_by_its_holder():

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import RendezvousError
+from paceline.errors import PacelineError, RendezvousError
 from paceline.rendezvous.deadline import call_within
 from paceline.rendezvous.signatures import KeyStore
 from paceline.stacks import STOPPED, process_state
@@ -108,7 +108,8 @@ class StoreChecks:
             except RendezvousError:
                 raise
             except RuntimeError as error:
-                raise self._failed(where, str(error), check.missing()) from error
+                # `seen` quotes it, so its own traceback would say the same again.
+                raise self._failed(where, _noticed(error), check.missing()) from None
 
     def _late(self, where: str, timeout_s: float, missing: list[Missing]) -> RendezvousError:
         return RendezvousError(
@@ -127,12 +128,19 @@ class StoreChecks:
             f"Rank {self.rank} of {self.world_size} lost another rank in a call of all ranks.",
             where=where,
             seen="\n".join(filter(None, (_in_words(missing), reason))),
-            likely="another rank died or raised, or the connection to it broke",
-            hint="look at the output of the rank that is named"
-            if missing
-            else "look at the other ranks' output; the first to fail gives the reason",
+            likely="another rank exited, raised or died before this call, or the connection to it broke",
+            hint="every rank of the process group must make this call; "
+            + (
+                "look at the output of the rank that is named"
+                if missing
+                else "look at the other ranks' output; the first to fail gives the reason"
+            ),
             missing=tuple(each.rank for each in missing),
         )
+
+
+def _noticed(error: RuntimeError) -> str:
+    return f"{error.summary}\n{error.seen}" if isinstance(error, PacelineError) else str(error)
 
 
 def _in_words(missing: list[Missing]) -> str:
