@@ -39,7 +39,7 @@ REMARKS: Mapping[str, str] = {
     "init_reducer": "torch: wrap `ddp.module` again",
     "mixed_precision": "torch's attribute for code that uses it; an argument of both",
     "dim": "a batch is not split, because each process drives one device",
-    "check_reduction": "the check is always made",
+    "check_reduction": "without effect, as in torch",
     "batched_grad_copy": "changes no result",
     "lazy_bucket_allocation": "torch 2.15's; without effect",
     "require_manual_backward_finalization": "torch 2.15's",
