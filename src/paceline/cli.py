@@ -6,6 +6,7 @@ Each subcommand's module is imported only when the subcommand is used.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,20 @@ _DESCRIPTION = "Data-parallel training on all cores of a machine, and beyond."
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else ""
+    if name == "run" or sys.stdout is None:  # the launcher goes on without a reader
+        return _call(name, arguments)
+    try:
+        try:
+            return _call(name, arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output has gone, as `head` does. The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _call(name: str, arguments: Sequence[str]) -> int:
     try:
         if name in _COMMANDS:
             return _COMMANDS[name](arguments[1:])
@@ -103,8 +118,16 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+class _Help(argparse.HelpFormatter):
+    """Lists the commands without a line for the group itself, which would only repeat its metavar."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        return text.partition("\n")[2] if isinstance(action, argparse._SubParsersAction) else text
+
+
 def _no_command(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="paceline", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="paceline", description=_DESCRIPTION, formatter_class=_Help)
     parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(title="commands", metavar="command")
     commands.add_parser("run", help="start a script on several ranks: paceline run -n 4 train.py")
@@ -122,6 +145,10 @@ def _no_command(arguments: Sequence[str]) -> int:
         "trace", help="show the last backward passes of a job that runs or has failed: paceline trace JOB"
     )
     commands.add_parser("stacks", help="show where a rank's threads are: paceline stacks PID")
+    import difflib  # here, so that `run` blocks its signals first
+
+    if arguments and (close := difflib.get_close_matches(arguments[0], _COMMANDS, n=1)):
+        parser.error(f"there is no command {arguments[0]!r}; did you mean `paceline {close[0]}`?")
     if parser.parse_args(arguments).version:
         print(f"paceline {__version__}")
         return 0

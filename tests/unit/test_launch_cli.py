@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -176,7 +177,27 @@ def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str], argu
         assert main(arguments) == 2
     except SystemExit as exit_of_argparse:
         assert exit_of_argparse.code == 2
-    assert "usage: paceline" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "usage: paceline" in error
+    assert ("did you mean `paceline run`?" in error) == (arguments == ["rum"])
+
+
+def test_the_help_lists_the_commands_and_nothing_else_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "usage: paceline [-h] [--version] command ..." in said
+    assert "commands:\n    run " in said
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
+def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """As in `paceline doctor | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        assert main(arguments) == 128 + signal.SIGPIPE
 
 
 def test_auto_takes_the_last_answer_of_tune(
