@@ -46,6 +46,18 @@ def test_the_first_failure_is_reported_last(
     assert words in last
 
 
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_blank_line_separates_the_report_from_what_was_printed(launcher: Launcher, prints: bool) -> None:
+    script = """
+        if rank == 0 and {prints}:
+            print("said", file=sys.stderr)
+        raise ValueError("boom")
+    """
+    done = launcher.run("-n", "2", "script.py", script=script.replace("{prints}", str(prints)))
+    before, separator, _ = done.stderr.partition("paceline: rank ")
+    assert separator and before == "[rank 0] said\n\n" * prints
+
+
 def test_the_traceback_of_the_first_failure_follows_those_of_the_others(launcher: Launcher) -> None:
     script = """
         import glob, select

@@ -109,6 +109,7 @@ class Screen:
         self._drawn = b""  # rank 0's unfinished last line, or the rows that it redraws together
         self._rows_above = 0  # how many of those rows are above the last one
         self.has_lost_reader = False  # no process reads our standard output any more
+        self.has_shown_anything = False
         self._failed: set[int] = set()  # streams with a write error that was reported
 
     def is_terminal(self, stream: int) -> bool:
@@ -175,6 +176,7 @@ class Screen:
             self._write_kept(stream)
 
     def _write(self, stream: int, data: bytes) -> None:
+        self.has_shown_anything = True
         if stream == 1 and not self._kept[1]:
             self._read_at = time.monotonic()
         self._kept[stream].append(data)

@@ -429,9 +429,9 @@ class Supervisor:
         elif is_failure:
             raw = [r.rank for r in self._ranks if any(pipe.is_raw for pipe in r.outputs.pipes)]
             held = [rank.rank for rank in self._ranks if rank.is_traceback_held]
-            self._screen.say(
-                failure_report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir)
-            )
+            report = failure_report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir)
+            # Its first line is blank, to separate it from what stands above.
+            self._screen.say(report if self._screen.has_shown_anything else report.lstrip("\n"))
         elif exit_status == PREEMPTED:
             self._screen.say(
                 f"paceline: the job was preempted: all {self._plan.nprocs} ranks ended with exit status "
