@@ -20,6 +20,9 @@ from paceline.errors import ConfigError, ConfigTypeError
 _LONGEST_S = 1e8
 """Three years. Longer times, infinity among them, become this, so that nanoseconds fit into 64 bits."""
 
+_LONGEST_SHOWN = 120
+"""Most characters of a value in an error, which shows it twice."""
+
 _Kind = TypeVar("_Kind")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -200,7 +203,8 @@ _NO_NUMBER = (TypeError, ValueError, AssertionError, RuntimeError)
 
 def show(value: object) -> str:
     """The value on one short line, however large it is and even if its repr raises."""
-    return " ".join(_short.repr(value).split())
+    text = " ".join(_short.repr(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 class _Short(reprlib.Repr):

@@ -329,6 +329,14 @@ def test_words_are_short_and_whole() -> None:
         "  got      <Silent instance>, of type Silent",
         "  hint     x=1",
     ]
-    for huge in (list(range(10**6)), "x" * 10**6, {n: n for n in range(10**5)}, np.zeros((10**3, 10**3))):
+    grid = np.zeros((10**3, 10**3))
+    for huge in (
+        list(range(10**6)),
+        "x" * 10**6,
+        {n: n for n in range(10**5)},
+        grid,
+        [grid] * 8,
+        {0: [grid]},
+    ):
         assert len(str(Arguments("f").refuse("x", huge, "a number", "x=1"))) < 400
     assert pickle.loads(pickle.dumps(error)).argument == "x"

@@ -20,7 +20,10 @@ from paceline.torch.model.inner_tensors import inner_tensors
 
 
 def checked_module(owner: str, module: Any, name: str = "module") -> nn.Module:
-    hint = "nn.ModuleList(...) of several modules; for a function, the module that it calls"
+    hint = (
+        "the module itself, and not its parameters; nn.ModuleList(...) of several modules; for a function, "
+        "the module that it calls"
+    )
     instance = Arguments(owner).instance
     return instance(name, module, nn.Module, what="a module", of="torch.nn.Module", hint=hint)
 
