@@ -157,8 +157,7 @@ def _difference_at(
     )
     return ModelMismatchError(
         f"The replicas of the model differ at {kind} '{name}': {what}.",
-        where=f"{kind} {place + 1} of {' or '.join(_distinct([len(model) for model in models]))}, "
-        "in registration order",
+        where=_place(kind, place, [len(model) for model in models]),
         seen=seen,
         likely=likely,
         hint="build the same model on every rank, from the same arguments; print it on each rank to compare",
@@ -230,8 +229,11 @@ def by_ranks(texts: Sequence[str]) -> str:
     return "\n".join(f"{format_ranks(who)}: {text}" for text, who in ranks.items())
 
 
-def _distinct(counts: Sequence[int]) -> list[str]:
-    return [str(count) for count in sorted(set(counts))]
+def _place(kind: str, place: int, counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{kind} {place + 1} of {counts[0]}, in registration order"
+    numbers = " or ".join(str(count) for count in sorted(set(counts)))
+    return f"{kind} {place + 1}, in registration order; the ranks have {numbers} {kind}s"
 
 
 def _tensor(entry: dict[str, object]) -> TensorDescription:
