@@ -265,7 +265,8 @@ def warn(text: str) -> None:
     folders, frame, level = _inner_folders(), sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, RuntimeWarning, stacklevel=level)
+    # Python prints the line of the program below the text. A blank line keeps it apart from the rows.
+    warnings.warn(f"{text}\n" if "\n" in text else text, RuntimeWarning, stacklevel=level)
 
 
 def _inner_folders() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import doctest
 import inspect
 import pickle
 import traceback
+import warnings
 
 import pytest
 from hypothesis import given
@@ -127,3 +128,14 @@ def test_the_traceback_of_our_error_ends_where_we_were_called(error: Exception, 
     errors.leave_out_inner_frames(caught.value)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[1:] == ["<module>", "step", *([] if is_cut else ["wrap", "check"])]
+
+
+def test_the_line_of_the_program_is_no_row_of_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors.warn("One line.")
+        errors.warn("What has happened.\n  hint     do something")
+    short, long = (warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in caught)
+    assert short.splitlines()[1].strip() == 'errors.warn("One line.")'
+    *_, hint, blank, line = long.splitlines()
+    assert (hint, blank) == ("  hint     do something", "") and line.strip().startswith("errors.warn(")
