@@ -17,7 +17,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.health import exit_reports
@@ -29,41 +29,51 @@ Ends = tuple[Any, Any]
 """The addresses of both ends of a connection."""
 
 
-def connected_sockets() -> dict[Ends, int]:
-    """This process's TCP connections, with the file descriptor of each."""
+def open_sockets() -> frozenset[int]:
+    """The inodes of this process's sockets. Cheaper than their addresses: one system call for each file."""
+    return frozenset(inode for _, inode in _sockets())
+
+
+def connected_sockets(but: Container[int] = ()) -> dict[Ends, int]:
+    """This process's TCP connections except those with the inodes in `but`, with their file descriptors."""
     found: dict[Ends, int] = {}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as each:
-                if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
-                    found[_address(each.getsockname()), _address(each.getpeername())] = descriptor
-        except OSError:  # closed meanwhile, or a listening socket
+    for descriptor, inode in _sockets():
+        if inode in but:
             continue
+        # An error: it was closed meanwhile, or it is a listening socket.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
+                found[_address(each.getsockname()), _address(each.getpeername())] = descriptor
     return found
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            state = os.fstat(descriptor)
+            if stat.S_ISSOCK(state.st_mode):
+                yield descriptor, state.st_ino
 
 
 def _address(reported: Any) -> tuple[str, int]:
     return reported[0].removeprefix("::ffff:"), reported[1]
 
 
-def send_at_once(connections: Mapping[Ends, int], but: Container[Ends]) -> None:
-    """Set TCP_NODELAY on all connections except those in `but`."""
-    for ends, descriptor in connections.items():
-        if ends not in but:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def send_at_once(connections: Mapping[Ends, int]) -> None:
+    """Set TCP_NODELAY on connections."""
+    for descriptor in connections.values():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def sockets_to(
-    exchange: Exchange, peers: Sequence[int], before: Container[Ends], timeout_s: float
+    exchange: Exchange, peers: Sequence[int], before: Container[int], timeout_s: float
 ) -> list[socket.socket]:
-    """The connections to peers that were made since `before`. Collective over all ranks of the exchange.
+    """The connections to peers whose inodes are not in `before`. Collective over all ranks of the exchange.
 
     Another thread may have made connections meanwhile, so one counts only if a peer has its other end.
     """
-    made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
+    made = connected_sockets(but=before)
     reported = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
     theirs = {(tuple(a), tuple(b)) for peer in peers for a, b in json.loads(reported[peer])}
     found = [copy_of(fd, ends) for ends, fd in made.items() if ends[::-1] in theirs]

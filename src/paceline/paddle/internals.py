@@ -22,7 +22,7 @@ from paddle.io.dataloader import dataloader_iter
 from paddle.nn.utils.spectral_norm_hook import SpectralNorm
 
 from paceline import _core
-from paceline.health.connections import connected_sockets, send_at_once
+from paceline.health.connections import connected_sockets, open_sockets, send_at_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -467,10 +467,10 @@ def make_pair(
         without the interpreter's lock, and raises RuntimeError after GLOO_LIMIT_S, and when the connection
         ends. The n-th calls of both processes pair, because a tag counts each process's calls on the group.
     """
-    before = connected_sockets()
+    before = open_sockets()
     store = core.TCPStore(address, port, keeps_store, 0, int(GLOO_LIMIT_S))
     # Paddle's request has two packets, the second of which Linux would send only 40 ms later.
-    send_at_once(connected_sockets(), before)
+    send_at_once(connected_sockets(but=before))
     group = core.ProcessGroupGloo.create(store, int(receives), 2, number)
     if receives:
         return lambda array: group.recv(from_dlpack(array), 0, True)

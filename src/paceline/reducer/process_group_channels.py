@@ -9,9 +9,9 @@ import socket
 import time
 import weakref
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
+from paceline import __version__
 from paceline.env import job_id_from_environment
 from paceline.health.channel_tree import HUB
 from paceline.health.control_channel import ControlChannel, form_channel
@@ -66,7 +66,7 @@ def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret:
         host=socket.gethostname(),
         pid=os.getpid(),
         local_ranks=next(list(ranks) for ranks in hosts if peers.rank in ranks),
-        paceline=version("paceline"),
+        paceline=__version__,
         # Without the local version, which shows the hardware.
         framework=framework.partition("+")[0],
         job=hashlib.sha256(job.encode()).hexdigest()[:8] if job else "",

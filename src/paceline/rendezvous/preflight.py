@@ -10,8 +10,8 @@ import hashlib
 import os
 import socket
 from dataclasses import dataclass
-from importlib.metadata import version
 
+from paceline import __version__
 from paceline.env import RankEnvironment, is_in_pod, may_span_hosts
 from paceline.errors import ConfigError, warn
 from paceline.rendezvous.addresses import (
@@ -119,7 +119,7 @@ def prepare(
         os.getpid(),
         # The membership store is sent over the network in the clear, and the id may be a secret.
         hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
-        version("paceline"),
+        __version__,
         framework,
         problem,
         unreachable,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.errors import RendezvousError
-from paceline.health.connections import connected_sockets, sockets_to
+from paceline.health.connections import open_sockets, sockets_to
 from paceline.health.control_channel import ControlChannel
 from paceline.paddle.communicator.find_peers import PaddlePeers, Peers
 from paceline.paddle.internals import GLOO_LIMIT_S, make_pair
@@ -108,7 +108,7 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     offers = _gather_offers(peers, _Offer(_next_id, addresses_for_others(), ports))
     first_id = max(offer.next_id for offer in offers)
     _next_id = first_id + shards * len(hosts) ** 2 * LANES
-    before = connected_sockets()
+    before = open_sockets()
     outgoing: dict[int, list[Carry]] = {}
     incoming: dict[int, list[Carry]] = {}
     # All ranks connect to their peers in one order, so that there is no deadlock.

@@ -31,7 +31,7 @@ from paceline.errors import RendezvousError
 from paceline.health import exit_reports
 from paceline.health.connections import (
     close_once_arrived,
-    connected_sockets,
+    open_sockets,
     shut_down,
     sockets_to,
     wait_until_arrived,
@@ -95,13 +95,13 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
     own, place = place_of(hosts, rank)
     reported = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
     if place >= num_shards(hosts):
-        sockets_to(peers.exchange, [], connected_sockets(), peers.timeout_s)
+        sockets_to(peers.exchange, [], open_sockets(), peers.timeout_s)
         return None
     nonces, names = zip(*(each.split(" ", 1) for each in reported))
     same_place = [ranks[place] for ranks in hosts]
     # Keys that no other model, and no earlier start of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"
-    before = connected_sockets()
+    before = open_sockets()
     try:
         store = store_of(peers.process_group)
         if store is None:
