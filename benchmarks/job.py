@@ -51,7 +51,7 @@ class Launch:
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[frozenset[int], ...] = ()
-    python: str = sys.executable
+    python: str = field(default_factory=lambda: sys.executable)
 
 
 class _Channel:

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from tests.harness.command import run_module
+from tests.harness.warm import warm_python
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -15,7 +16,10 @@ def test_a_trial_on_a_cpu(tmp_path):
     result = tmp_path / "found.json"
     arguments = ("--device", "cpu", "--small", "--no-tests", "--limit-s", "1100")
     status, output = run_module(
-        "tests.gpu", *arguments, "--output", str(tmp_path), "--json", str(result), deadline_s=1150.0
+        "tests.gpu",
+        *(*arguments, "--output", str(tmp_path), "--json", str(result)),
+        deadline_s=1150.0,
+        python=warm_python("torch"),
     )
     assert status == 0, output
     content = json.loads(result.read_text())
