@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -104,21 +105,35 @@ def judge(
 
 
 def raised_everywhere(records: Sequence[Record | Lost]) -> dict[str, bool]:
-    """Labels of the ops at which some rank caught an error of the library's, if every rank caught one there.
+    """Labels of the ops at which some rank caught an error of the library's, and every rank caught one.
 
-    The reference raises there, too. Also empty if the ranks raised at different ops: later values cannot be
-    compared with a reference.
+    The reference raises there, too. From the first op on at which only some ranks raised, nothing is said:
+    later values are not compared with a reference (see `_parted_at`).
 
     Returns:
         By label, whether backward had recomputed layers by then, which may have changed their buffers.
     """
-    caught = [
-        {event.at: event for event in record.events if event.kind == "error"} for record in _whole(records)
-    ]
-    ours = {at for each in caught for at, event in each.items() if not event.by_user}
-    if not all(ours <= each.keys() for each in caught):
-        return {}
-    return {at: any(each[at].recomputed for each in caught) for at in sorted(ours)}
+    caught, ours = _caught(_whole(records))
+    parted = _parted_at(_whole(records))
+    labels = (at for at in sorted(ours) if parted is None or _op_number(at) < parted)
+    return {at: any(each[at].recomputed for each in caught) for at in labels}
+
+
+def _parted_at(records: Sequence[Record]) -> int | None:
+    """The number of the first op in which some ranks, but not all, caught an error; one is the library's."""
+    caught, ours = _caught(records)
+    return min((_op_number(at) for at in ours if not all(at in each for each in caught)), default=None)
+
+
+def _caught(records: Sequence[Record]) -> tuple[list[dict[str, Event]], set[str]]:
+    """The errors that each rank caught, by label; and the labels of the library's errors."""
+    caught = [{event.at: event for event in record.events if event.kind == "error"} for record in records]
+    return caught, {at for each in caught for at, event in each.items() if not event.by_user}
+
+
+def _op_number(label: str) -> int:
+    """The op of the program that a label is in: 4 for "4.1 model 0"."""
+    return int(re.match(r"\d*", label)[0] or 0)
 
 
 def agreed(first: list[Record], *others: Sequence[Record]) -> list[Record]:
@@ -295,10 +310,13 @@ def _out_of_step(records: Sequence[Record]) -> Verdict | None:
 
 
 def _means(records: Sequence[Record], expected: Sequence[Record], tolerance: float) -> Verdict | None:
+    parted = _parted_at(records)
     for rank, (record, reference) in enumerate(zip(records, expected)):
         for event, wanted in zip(record.events, reference.events):
             if (event.at, event.kind) != (wanted.at, wanted.kind):
                 break  # one of them raised here; from now on the two are at different places
+            if parted is not None and _op_number(event.at) >= parted:
+                break  # ranks raised at different ops, and the reference does not know with which errors
             if event.kind in ("error", "norm", "finished") or event.tainted or wanted.tainted:
                 continue
             floor = max((_scale(value) for value in wanted.values.values()), default=0.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from tests.differential.judge import EQUAL, REFUSED, USER_ERROR, judge
+from tests.differential.judge import EQUAL, REFUSED, USER_ERROR, judge, raised_everywhere
 from tests.differential.records import Event, Record, Value
 
 _END = "end of data"
@@ -106,3 +108,31 @@ def test_a_small_gradient_is_as_exact_as_the_largest_of_its_type(off, tolerance,
         return Record([Event("backward", "gradients", of, shared=False)])
 
     assert judge([record(0.04 + off)], [record(0.04)], tolerance=tolerance).kind == kind
+
+
+def test_an_error_that_all_ranks_caught_stands_whatever_single_ranks_catch_later():
+    """The reference raises at the first, which it could not know, and is not compared from the second on."""
+    here = Event("1.2", "error", error="SkippedPassError")
+    own = Event("1.2", "error", by_user=True)
+    alone, lost = Event("6.1", "error", by_user=True), Event("6.2", "error", error="PeerLostError")
+    mean, other = (
+        Event("4.1 model 0", "gradients", {"weight": Value.of(np.full(3, value, np.float32))}, shared=True)
+        for value in (2, 3)
+    )
+    records = [Record([here, mean, alone]), Record([own, mean, lost])]
+    assert raised_everywhere(records) == {"1.2": False}
+    assert judge(records, [Record([here, mean, alone])] * 2, tolerance=1e-3).kind == REFUSED
+    assert judge(records, [Record([here, other, alone])] * 2, tolerance=1e-3).kind == "wrong mean"
+    assert raised_everywhere([Record([here, lost]), Record([alone])]) == {}
+
+
+def test_nothing_is_compared_from_the_op_on_in_which_ranks_raised_differently():
+    means = [
+        Event(f"{op} model 0", "gradients", {"weight": Value.of(np.full(3, 2, np.float32))}, shared=True)
+        for op in (4, 7)
+    ]
+    alone, lost = Event("6.1", "error", by_user=True), Event("6.2", "error", error="PeerLostError")
+    wrong = replace(means[1], values={"weight": Value.of(np.full(3, 9, np.float32))})
+    records = [Record([means[0], alone, means[1]]), Record([means[0], lost, means[1]])]
+    expected = [Record([means[0], alone, wrong]), Record([means[0], lost, wrong])]
+    assert judge(records, expected, tolerance=1e-3).kind == REFUSED

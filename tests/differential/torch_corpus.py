@@ -186,6 +186,24 @@ CORPUS: dict[str, Program] = {
         _op("forward"),
         _op("backward"),
     ),
+    # The judge gave the reference neither error, because the second one is not the same on all ranks.
+    "a backward that raised, and later a forward that raised on one rank": _program(
+        ["default", "gloo"],
+        [{"kind": "add", "view": "reshape"}, {"kind": "trap"}],
+        _op("wrap"),
+        _op(
+            "try",
+            body=[_op("forward", data=1), _op("trap", place="backward", ranks=[1]), _op("backward")],
+            otherwise=[_op("zero_grad")],
+        ),
+        _op("forward", data=2),
+        _op("backward"),
+        _op(
+            "try",
+            body=[_op("trap", place="forward", ranks=[0]), _op("forward", data=4), _op("backward")],
+        ),
+        ranks=3,
+    ),
     "torch's wrapper around ours": _program(
         ["default", "gloo"],
         [_LINEAR],
