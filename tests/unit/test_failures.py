@@ -205,6 +205,25 @@ def test_late_ranks_are_described_by_their_activity():
     ]
 
 
+@pytest.mark.parametrize(
+    ("activity", "waits_in", "is_shown"),
+    [
+        ("in backward of iteration 2", "backward", False),
+        ("in backward of iteration 2", "", False),
+        ("in backward of iteration 2", "call", True),  # SyncBatchNorm, say
+        ("after backward of iteration 2", "", True),
+    ],
+)
+def test_an_earlier_call_is_not_where_a_backward_fails(activity, waits_in, is_shown):
+    own = rank_facts(1, activity=activity, waits_in=waits_in)
+    ranks = [rank_facts(0), own, rank_facts(2), rank_facts(3)]
+    where = make_error(facts(Reason.DIED, ranks=ranks)).where
+    last = "; last call: all_reduce(float32 x 1000, sum), call #7" * is_shown
+    assert where == f"rank 1 of 4, group 'world', {activity}{last}"
+    where = make_error(facts(Reason.DIED, ranks=ranks, call=call(10, count=64))).where
+    assert where == f"rank 1 of 4, group 'world', {activity}"
+
+
 def crossed(*ranks, **details):
     """The last rank has given up on rank 0; all wait."""
     all_ranks = range(len(ranks))

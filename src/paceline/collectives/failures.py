@@ -154,9 +154,14 @@ def in_words(seconds: float) -> str:
 
 
 def describe_activity(facts: Facts) -> str:
-    activity = facts["ranks"][facts["rank"]]["activity"]
-    call = describe_call(facts["call"])
-    return f"{activity}; last call: {call}" if activity else call
+    own, call = facts["ranks"][facts["rank"]], describe_call(facts["call"])
+    activity = str(own["activity"])
+    if not activity:
+        return call
+    is_earlier = activity.startswith("in backward") and own["waits_in"] != "call"
+    if is_earlier or _KINDS[facts["call"]["kind"]] == "allocate":  # as a rule, that of the gradient buffer
+        return activity
+    return f"{activity}; last call: {call}"
 
 
 def _where(facts: Facts) -> str:
