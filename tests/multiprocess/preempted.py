@@ -109,7 +109,7 @@ def launch(folder: Path, framework: str, launcher: str, draw: random.Random | No
     moment, count = (draw.choice(MOMENTS), draw.randint(1, 12)) if draw else ("", 0)
     if moment in ("import", "ready", "first forward"):
         moment, count = moment.removeprefix("first "), 1
-    with started_module(*command, env=os.environ | patience) as process:
+    with started_module(*command, python=sys.executable, env=os.environ | patience) as process:
         assert process.stdout is not None
         for line in process.stdout:
             made.lines.append(line.rstrip("\n"))
