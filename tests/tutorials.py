@@ -66,13 +66,13 @@ def steps(page: Path) -> list[Step]:
     return found
 
 
-def run(step: Step, folder: Path) -> list[str]:
+def run(step: Step, folder: Path, python: str = sys.executable) -> list[str]:
     """Run a command, on as many hosts as the page has; return the output of each."""
     for name, text in step.files.items():
         (folder / name).write_text(text)
     port = _free_port()
     words = [word.replace("node0:29400", f"{own_address()}:{port}") for word in step.command]
-    command = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
+    command = [python, *(words[1:] if words[0] == "python" else ["-m", *words])]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment["PYTHONWARNINGS"] = "ignore"  # printed by Paddle when it is imported
     jobs = []

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import tutorials
+from tests.harness.warm import warm_python
 from tests.tutorials import FOLDER, Step, steps, words_of
 
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
 # Left out: it takes a minute, and needs an idle machine. test_tune.py has shorter runs.
 TUNES = ["paceline", "tune", "gru.py"]
+# Run by a Python that starts anew: the first page, and those about what happens while one starts or dies. The
+# others have the framework imported.
+AS_A_READER = ("first", "faults", "machines", "torch-script")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_tutorial_runs_as_it_says(page: str, tmp_path: Path) -> None:
     if page == "paddle-script" and importlib.util.find_spec("paddle") is None:
         pytest.skip("PaddlePaddle is not installed")
+    framework = "paddle" if page == "paddle-script" else "torch"
+    python = sys.executable if page in AS_A_READER else warm_python(framework)
     for step in steps(FOLDER / f"{page}.md"):
-        outputs = tutorials.run(shortened(step), tmp_path)
+        outputs = tutorials.run(shortened(step), tmp_path, python)
         if step.command == TUNES:
             assert outputs == [""]
             continue
