@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,12 @@ Version = tuple[int, int]
 
 SOURCE = "."
 """What pip is to install: a clone, until an index has paceline. `scripts/published` changes it."""
+
+
+@functools.cache
+def own_version() -> str:
+    """Paceline's version, according to the installed distribution."""
+    return metadata.version("paceline")
 
 
 def install(extra: str) -> str:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from paceline import __version__
 from paceline.env import job_id_from_environment
 from paceline.health.channel_tree import HUB
 from paceline.health.control_channel import ControlChannel, form_channel
@@ -20,6 +19,7 @@ from paceline.reducer.peers import Ranks
 from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
 from paceline.trace.recording import recording
 from paceline.trace.remote_ranks import RemoteRanks
+from paceline.versions import own_version
 
 _log = logging.getLogger("paceline")
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret:
         host=socket.gethostname(),
         pid=os.getpid(),
         local_ranks=next(list(ranks) for ranks in hosts if peers.rank in ranks),
-        paceline=__version__,
+        paceline=own_version(),
         # Without the local version, which shows the hardware.
         framework=framework.partition("+")[0],
         job=hashlib.sha256(job.encode()).hexdigest()[:8] if job else "",

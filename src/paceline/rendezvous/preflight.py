@@ -11,7 +11,6 @@ import os
 import socket
 from dataclasses import dataclass
 
-from paceline import __version__
 from paceline.env import RankEnvironment, is_in_pod, may_span_hosts
 from paceline.errors import ConfigError, warn
 from paceline.rendezvous.addresses import (
@@ -27,6 +26,7 @@ from paceline.rendezvous.addresses import (
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.membership import Arrival, Membership, MembershipStore, attend
 from paceline.rendezvous.secret import NO_SECRET, find_secret
+from paceline.versions import own_version
 
 _LEAST_S = 1.0  # for a rank that has arrived only just in time
 
@@ -119,7 +119,7 @@ def prepare(
         os.getpid(),
         # The membership store is sent over the network in the clear, and the id may be a secret.
         hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
-        __version__,
+        own_version(),
         framework,
         problem,
         unreachable,
