@@ -13,9 +13,9 @@ from paceline import _core
 from paceline.collectives.failures import Reason, make_error, number_ranks
 from paceline.errors import DeadlineError, MismatchError, PeerLostError
 from paceline.health.peer_errors import pack_failure, unpack_failure
+from paceline.reducer.between_hosts.host_sum_order import exact_blocks, has_bits_of_one_host, whole_hosts
 from paceline.reducer.between_hosts.message_headers import HEADER_BYTES, PLANS, Envelope, Header, tag_of
 from paceline.reducer.between_hosts.routes import ONE_ROUND_BYTES, num_shards, plan_route, spoken_for
-from paceline.reducer.between_hosts.sum_blocks import exact_blocks, has_bits_of_one_host, whole_hosts
 from paceline.reducer.sum_order import add_in_order
 
 

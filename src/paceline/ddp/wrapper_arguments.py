@@ -18,7 +18,7 @@ from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.compressed_sums import ENCODINGS
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.local_sgd.options import LocalSGD
-from paceline.reducer.precision import Precision
+from paceline.reducer.mixed_precision import Precision
 
 _Parameter = TypeVar("_Parameter")
 

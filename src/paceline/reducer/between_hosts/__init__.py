@@ -1,9 +1,10 @@
 """Sums between hosts: each host sums its own ranks' gradients, and only the sums go from host to host.
 
-`hierarchical` is the reducer, and hands each rank's shard of a bucket to `exchange`. `routes` and `blocks`
-say how a shard travels between the hosts and in which order sums are added. `sum_messages` and
-`value_messages` are the two kinds of in-flight buckets, in messages that `wire` defines, with sums in a
-format of `compressed_sums`. Front ends have the transports; `piped_transport` is for blocking process groups.
+`hierarchical` is the reducer, and hands each rank's shard of a bucket to `exchange`. `routes` says how a
+shard travels between the hosts, and `host_sum_order` in which order sums are added. `sum_messages` and
+`value_messages` are the two kinds of in-flight buckets, in messages that `message_headers` defines, with sums
+in a format of `compressed_sums`. Front ends have the transports; `piped_transport` is for blocking process
+groups.
 
 Words
   shard    the part of each bucket that one rank of a host sums and exchanges with its *peers*, the ranks

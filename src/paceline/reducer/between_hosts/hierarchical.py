@@ -17,10 +17,11 @@ Steps of a backward, for H hosts of L ranks
 Sums are undivided, and each message contains its host's weight: the mean is divided once, by the total.
 
 Bits: sums of hosts are added in the order of the hosts' lowest ranks, and those of a host's ranks in rank
-order, both as a binary tree. If both together form the tree of one host (`blocks.has_bits_of_one_host`; for
-example aligned blocks of 2**k ranks), the bits are those of one host. Otherwise they are the same on every
-rank, in every run of this layout, for every bucket size. If they must be those of one host nevertheless,
-hosts send the sums of several blocks of their ranks instead of one sum (`blocks.exact_blocks`).
+order, both as a binary tree. If both together form the tree of one host (for example aligned blocks of 2**k
+ranks; `host_sum_order.has_bits_of_one_host`), the bits are those of one host. Otherwise they are the same on
+every rank, in every run of this layout, for every bucket size. If they must be those of one host
+nevertheless, hosts send the sums of several blocks of their ranks instead of one sum
+(`host_sum_order.exact_blocks`).
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from paceline.reducer.backward_errors import shorten
 from paceline.reducer.backward_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.between_hosts.compressed_sums import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.exchange import HostExchange
+from paceline.reducer.between_hosts.host_sum_order import exact_blocks, whole_hosts
 from paceline.reducer.between_hosts.message_headers import HostsTransport
 from paceline.reducer.between_hosts.messages import Terms
 from paceline.reducer.between_hosts.peer_waits import PeerWaits, patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import num_shards, plan_route, spoken_for
-from paceline.reducer.between_hosts.sum_blocks import exact_blocks, whole_hosts
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.reducer_interface import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from paceline.health.peer_monitor import publisher_with_host
 from paceline.reducer.between_hosts.compressed_sums import ENCODINGS, CodedSums
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.between_hosts.host_sum_order import has_bits_of_one_host
 from paceline.reducer.between_hosts.message_headers import PLANS
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES
-from paceline.reducer.between_hosts.sum_blocks import has_bits_of_one_host
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import (
     MOST_POINTER_BYTES,

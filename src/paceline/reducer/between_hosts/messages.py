@@ -16,6 +16,7 @@ import numpy as np
 from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.between_hosts.compressed_sums import SumFormat
+from paceline.reducer.between_hosts.host_sum_order import Blocks
 from paceline.reducer.between_hosts.message_headers import (
     HEADER_BYTES,
     Begin,
@@ -26,7 +27,6 @@ from paceline.reducer.between_hosts.message_headers import (
 )
 from paceline.reducer.between_hosts.peer_waits import PeerWaits
 from paceline.reducer.between_hosts.routes import Route, turns_of
-from paceline.reducer.between_hosts.sum_blocks import Blocks
 
 
 @dataclass(frozen=True)
