@@ -16,7 +16,7 @@ from paceline.paddle import compression, internals  # noqa: E402
 from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
-from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
+from paceline.paddle.model.mixed_precision import MixedPrecision  # noqa: E402
 from paceline.paddle.sharding.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from paceline.paddle.sharding.shared_storage import share  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402

@@ -33,8 +33,8 @@ from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
+from paceline.paddle.model.mixed_precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.model.parameters import ManagedTensors
-from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.ops import OPS
 from paceline.paddle.sharding.shared_storage import StateDictGuard
 from paceline.reducer.backward.uneven_inputs import joining

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from paceline.arguments import show
 from paceline.ddp.wrapper_arguments import MIB, WrapperArguments, WrapperOptions
 from paceline.errors import ConfigError
-from paceline.paddle.model.precision import as_precision
+from paceline.paddle.model.mixed_precision import as_precision
 
 _arguments = WrapperArguments("DataParallel")
 

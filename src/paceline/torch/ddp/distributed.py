@@ -41,8 +41,8 @@ from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
 from paceline.torch.ddp.wrapped_twice import check_inner, check_outer
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.config import DDPConfig, Weight, make_config
+from paceline.torch.model.mixed_precision import cast_buffers, run_in
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.model.precision import cast_buffers, run_in
 from paceline.torch.model.torch_compile import refuse_compiled_autograd, untraced, untraced_itself
 from paceline.torch.ops import OPS
 from paceline.torch.sharding.shared_storage import check_before_state_dict, is_in_backward

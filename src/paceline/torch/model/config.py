@@ -25,7 +25,7 @@ from paceline.ddp.wrapper_arguments import (
 )
 from paceline.errors import ConfigError, ConfigTypeError
 from paceline.torch.model.arguments import as_device, check_devices
-from paceline.torch.model.precision import as_precision
+from paceline.torch.model.mixed_precision import as_precision
 
 Weight = float | int | torch.Tensor
 """A finite number that is not negative, such as a number of samples or tokens."""

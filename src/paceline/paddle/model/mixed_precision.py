@@ -16,10 +16,10 @@ from paddle import nn
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import DTYPES, ManagedTensors, dtype_name
-from paceline.reducer import precision
+from paceline.reducer import mixed_precision
 from paceline.reducer.backward_errors import shorten
 
-Precision: TypeAlias = precision.Precision[paddle.dtype]
+Precision: TypeAlias = mixed_precision.Precision[paddle.dtype]
 
 COMPUTED = ("float32", "float64")
 """Dtypes for which Paddle 3.3 has all kernels of a model on the CPU."""
@@ -52,7 +52,7 @@ class MixedPrecision:
 def as_precision(given: Any) -> Precision:
     hint = "MixedPrecision(reduce_dtype='bfloat16') of paceline.paddle"
     expected = "paceline.paddle.MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)"
-    found = precision.as_precision("DataParallel", given, _as_dtype, expected=expected, hint=hint)
+    found = mixed_precision.as_precision("DataParallel", given, _as_dtype, expected=expected, hint=hint)
     if found.param_dtype is not None and dtype_name(found.param_dtype) not in COMPUTED:
         name = dtype_name(found.param_dtype)
         raise ConfigError(

@@ -14,14 +14,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from paceline.reducer import precision
+from paceline.reducer import mixed_precision
 from paceline.torch.model.torch_compile import untraced_itself
 
-Precision: TypeAlias = precision.Precision[torch.dtype]
+Precision: TypeAlias = mixed_precision.Precision[torch.dtype]
 
 
 def as_precision(given: Any) -> Precision:
-    return precision.as_precision(
+    return mixed_precision.as_precision(
         "DistributedDataParallel",
         given,
         lambda dtype: dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None,
