@@ -475,6 +475,21 @@ CORPUS: dict[str, Program] = {
             _op("backward", of=["m0", "m1"]),
         ],
     },
+    "a forward broadcasts what the forward of a model that was wrapped later has written": {
+        "ranks": 2,
+        "modes": ["gloo", "gloo unused", "backend", "hosts", "uneven view"],
+        "models": [{"layers": [{"kind": "buffer"}]}, {"layers": [{"kind": "borrow"}]}],
+        "ops": [
+            _op("wrap"),
+            _op("wrap", model=1),
+            _op("forward"),
+            _op("backward"),
+            _op("zero_grad"),
+            _op("forward", data=1, model=1, to="m1"),
+            _op("forward", data=2),
+            _op("backward"),
+        ],
+    },
     "a sparse mean in which no rank counts becomes dense, and the optimizer refuses it": _program(
         ["tiny", "gloo", "gloo memory"],
         [{"kind": "embedding", "sparse": True}],

@@ -671,6 +671,49 @@ def test_a_forward_reads_the_local_write_of_another_models_forward(rank: int, be
     check([shared.linear.weight.grad], [right])
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("before", ["the second model is wrapped", "rank 0 writes the same value"])
+@kept_ranks(2, group="gloo")
+def test_a_broadcast_in_forward_spares_what_another_models_forward_has_written(
+    rank: int, before: str, path: str
+) -> None:
+    shared = Scaled()
+    shared.keeps_own = True
+    first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    second = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    if before == "rank 0 writes the same value":
+        first(BATCH[rank::2]).square().mean().backward()
+        if rank == 0:
+            shared.own.copy_(shared.own.clone())
+    first(BATCH[rank::2]).square().mean().backward()
+    shared.zero_grad()
+    right = of_each(shared, [BATCH[::2], BATCH[1::2]])
+    second(BATCH[rank::2])
+    first(BATCH[rank::2]).square().mean().backward()
+    check([shared.linear.weight.grad], [right])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@kept_ranks(2, group="gloo")
+def test_wrapping_settles_the_values_of_a_model_that_has_the_buffers(rank: int, path: str) -> None:
+    """Wrapping gives every rank the values of rank 0, in place of those that an evaluation has left."""
+    shared = Scaled()
+    shared.keeps_own = True
+    first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    first(BATCH[rank::2]).square().mean().backward()
+    with torch.no_grad():
+        first(BATCH[rank::2])
+    if rank == 0:
+        put(shared, 3.0)
+    DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    assert shared.factor == 3.0
+    first(BATCH[rank::2]).square().mean().backward()
+    if rank == 0:
+        put(shared, 5.0)
+    with pytest.raises(ReplicasDifferError, match="factor' was written between two steps on rank 0 of 2"):
+        first(BATCH[rank::2]).square().mean().backward()
+
+
 @kept_ranks(2, group="gloo")
 def test_running_statistics_that_all_ranks_write_and_one_evaluates(rank: int) -> None:
     """The other rank trains its statistics and does not read them, so the values are not compared."""

@@ -27,7 +27,7 @@ from paceline.reducer.backward.micro_batch_weights import as_weight
 from paceline.reducer.backward.statistics import Statistics
 from paceline.reducer.backward.uneven_inputs import take_over_model, take_part_until_all_finished
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
-from paceline.reducer.buffers import BufferSync
+from paceline.reducer.buffers import BufferSync, settle_after_wrapping
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.communicator import Communicator, MemoryCommunicator
 from paceline.reducer.compression import Compression
@@ -175,6 +175,8 @@ class WrappedModel:
         if are_equal:
             buffers = tensors.buffers.values() if config.init_sync_buffers else ()
             communicator.broadcast([*tensors.all_parameters.values(), *buffers])
+            if buffers:
+                settle_after_wrapping(tensors, communicator.world_size)
         if is_sharing:
             self._storage = move(
                 owner,

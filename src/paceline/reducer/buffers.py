@@ -102,6 +102,7 @@ class BufferWrites:
             none.
         unread: The same for running statistics that this rank trained and did not read. Another rank, which
             evaluates, may have read them.
+        by_forward: Names of those of the `watched` buffers that forwards have written to since.
     """
 
     def __init__(
@@ -114,10 +115,12 @@ class BufferWrites:
     ) -> None:
         self.found: dict[str, list[int]] = {}
         self.unread: dict[str, list[int]] = {}
+        self.by_forward: set[str] = set()
+        self._watched: Set[str] = _NONE
         self._tensors = tensors
         self._names = names
         self._ops = ops
-        self._world_size = world_size
+        self.world_size = world_size
         # Written, and not yet used by a forward that is trained, each with its hash at the beginning of the
         # first forward since. A forward that is not trained, or of another model, may write the buffer
         # itself.
@@ -139,11 +142,20 @@ class BufferWrites:
 
     def _find_others(self) -> None:
         """Find the wrapped models that share modules with this one: writes by their forwards do not count."""
-        others = [each for each in _all_writes if each is not self and each._held & self._held]
+        others = [each for each in _all_writes if each is not self and each.shares(self._held)]
         self._others = [weakref.ref(each) for each in others]
+
+    def shares(self, held: Set[int]) -> bool:
+        """Whether this model has modules whose dictionaries of buffers have these identities."""
+        return not self._held.isdisjoint(held)
 
     def _changed(self) -> set[str]:
         return {f"{self._prefixes[number]}{key}" for number, key in self._snapshot.changed()}
+
+    def watch_forwards(self, names: Set[str]) -> None:
+        """Find out which of these buffers forwards write to from now on."""
+        self._watched = names
+        self.by_forward.clear()
 
     def begin_forward(self, *, is_trained: bool, after_local_backward: bool) -> None:
         self.collect()
@@ -172,6 +184,8 @@ class BufferWrites:
                 self._tensors.find_new_buffers()
                 self._take_slots()
                 self._left_alone |= new - self._buffers.keys()
+            if self._watched:
+                self._snapshot.note()  # so that what has changed after the forward was written by it
 
     def _note_new_modules(self) -> None:
         before = self._buffers
@@ -219,10 +233,15 @@ class BufferWrites:
         self._snapshot.note()
 
     def _note(self) -> None:
-        self._snapshot.note()
+        self._note_forward()
         for find in self._others:
             if (other := find()) is not None:
-                other._snapshot.note()
+                other._note_forward()
+
+    def _note_forward(self) -> None:
+        if self._watched:
+            self.by_forward |= self._changed() & self._watched
+        self._snapshot.note()
 
     def begin_sync(self) -> None:
         """Detect writes before a synchronisation writes to buffers itself.
@@ -242,24 +261,17 @@ class BufferWrites:
             self.found = {name: values for name, values in self.found.items() if name in others}
             self.unread = {name: values for name, values in self.unread.items() if name in others}
             self._unused = {name: value for name, value in self._unused.items() if name in others}
-        self._settle_others(*names)
+        self.by_forward.difference_update(*names)
+        if self._others:
+            models = [other for find in self._others if (other := find()) is not None]
+            _settle(models, self._tensors, set().union(*names), self.world_size)
 
-    def _settle_others(self, *names: Collection[str]) -> None:
-        if not self._others:
-            return
-        chosen = {name for each in names for name in each}
-        synced = {
-            (id(held), key)
-            for prefix, held in self._tensors.buffer_slots()
-            for key in held
-            if f"{prefix}{key}" in chosen
-        }
-        for find in self._others:
-            # Buffers that are equal on some ranks of another model may differ on the others.
-            if (other := find()) is not None and self._world_size >= other._world_size:
-                other._settle(synced)
+    def settle(self, synced: Collection[tuple[int, str]]) -> None:
+        """Forget writes to buffers that another model has made equal on all ranks.
 
-    def _settle(self, synced: Collection[tuple[int, str]]) -> None:
+        Args:
+            synced: For each of them, the identity of the dictionary that holds it, and its key.
+        """
         self._collect()
         self._snapshot.note()
         for prefix, slot in self._tensors.buffer_slots():
@@ -268,6 +280,7 @@ class BufferWrites:
                     self._unused.pop(f"{prefix}{key}", None)
                     self.found.pop(f"{prefix}{key}", None)
                     self.unread.pop(f"{prefix}{key}", None)
+                    self.by_forward.discard(f"{prefix}{key}")
 
     def hashes(self, names: Iterable[str]) -> dict[str, int]:
         names, now = list(names), self._tensors.current_buffers()
@@ -279,6 +292,27 @@ class BufferWrites:
             if parts and name not in found:
                 whole[name] = _core.hash_bytes(",".join(parts).encode())
         return whole
+
+
+def settle_after_wrapping(tensors: BufferedModel, world_size: int) -> None:
+    """Do not count the broadcast of this model's buffers as a write to those of other wrapped models."""
+    held = {id(held) for _, held in tensors.buffer_slots()}
+    _settle([each for each in _all_writes if each.shares(held)], tensors, tensors.buffers, world_size)
+
+
+def _settle(
+    models: Iterable[BufferWrites], tensors: BufferedModel, names: Collection[str], world_size: int
+) -> None:
+    synced = {
+        (id(held), key)
+        for prefix, held in tensors.buffer_slots()
+        for key in held
+        if f"{prefix}{key}" in names
+    }
+    for each in models:
+        # Buffers that are equal on some ranks of another model may differ on the others.
+        if world_size >= each.world_size:
+            each.settle(synced)
 
 
 class BufferSync:
@@ -374,7 +408,8 @@ class BufferSync:
 
         With `in_forward` these are all broadcast buffers. Otherwise they are those that only some ranks wrote
         in the last step without changing a value, because a schedule may write other values next time. No
-        others are, because the forward of another model may have just written to them on each rank.
+        others are, because the forward of another model may have just written to them on each rank. Those
+        that it has written to on some rank are not broadcast either.
         """
         if self._is_forward_synced:
             return
@@ -385,11 +420,21 @@ class BufferSync:
         if self.writes is not None:
             self.writes.collect()  # which finds buffers that were registered since
         after_pass = self._policies.after_pass
-        chosen = after_pass if self._in_forward else chosen & after_pass
+        chosen = after_pass if self._in_forward else self._not_by_forward(chosen & after_pass)
         if self.writes is not None and not self._in_forward:
             self._synced_writes = [name for name in self.writes.names() if name in chosen]
         if chosen:
             self._sync(range(self._communicator.world_size), chosen, _NONE)
+
+    def _not_by_forward(self, names: Set[str]) -> Set[str]:
+        """Those of the buffers that no forward has written to, on any rank, since backward. Collective."""
+        written = set() if self.writes is None else self.writes.by_forward & names
+        self._watch_forwards(_NONE)
+        return set(names).difference(*self._gather(sorted(written)))
+
+    def _watch_forwards(self, names: Set[str]) -> None:
+        if self.writes is not None:
+            self.writes.watch_forwards(names)
 
     def sync_without_forward(self) -> None:
         self._is_in_training = None  # forget an evaluation since the last backward
@@ -408,6 +453,7 @@ class BufferSync:
     def give_up_backward(self) -> None:
         self._is_forward_synced = False
         self._syncs_next = _NONE
+        self._watch_forwards(_NONE)
         self._synced_writes = []
         if self.writes is not None:
             self.writes.end_backward()
@@ -450,9 +496,10 @@ class BufferSync:
             {n: row.get(n, others.get(n, [])) for n in names if n in row or n in others}
             for row, others, _ in reported
         ]
-        if self._ops.refuses_writes:
+        if self._ops.refuses_writes and not self._in_forward:
             before_forward = _not_on_all([reported[rank][2] for rank in active])
             self._syncs_next = before_forward | _not_on_all([rows[rank] for rank in active])
+            self._watch_forwards(self._syncs_next)
         differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
         if not differing:
             return
