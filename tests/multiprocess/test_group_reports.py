@@ -32,7 +32,7 @@ def use_reports(variant: str) -> bool:
     """
     group = dist.group.WORLD
     peers = ProcessGroupPeers(group, None, None)
-    beside = peers._reports_beside() if variant == "beside it" else None
+    beside = peers._reports_over_gloo() if variant == "beside it" else None
     if variant != "in memory":
         host_reports._reports[group] = beside or GroupReports(peers.calls.begin_gather)
     return beside is not None
@@ -72,7 +72,7 @@ def test_ranks_of_one_host_make_no_collective_for_reports(rank: int, world_size:
 @kept_ranks(2, group="gloo")
 @every_variant
 def test_gradients_are_the_mean_and_infinities_are_named(rank: int, variant: str) -> None:
-    use_reports(variant)
+    assert use_reports(variant) == (variant == "beside it")
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
     alone = two_layers().double()
     for count in (1, 2):
@@ -92,7 +92,7 @@ def test_gradients_are_the_mean_and_infinities_are_named(rank: int, variant: str
 @kept_ranks(2, group="gloo")
 @every_variant
 def test_errors_name_ranks_and_parameters(rank: int, variant: str) -> None:
-    use_reports(variant)
+    assert use_reports(variant) == (variant == "beside it")
     model = Branches()
     del model.never
     ddp = wrapped(model)
@@ -104,7 +104,7 @@ def test_errors_name_ranks_and_parameters(rank: int, variant: str) -> None:
 @ranks(2, group="gloo")
 @every_variant
 def test_reports_detect_different_orders_of_models(rank: int, variant: str) -> None:
-    use_reports(variant)
+    assert use_reports(variant) == (variant == "beside it")
     models = [wrapped(two_layers()) for _ in range(2)]
     assert isinstance(reports_of_models(), HostReports if variant == "in memory" else GroupReports)
     own = models if rank else models[::-1]
@@ -131,7 +131,7 @@ def test_all_report_through_the_users_group_if_one_rank_cannot_connect(rank: int
 @ranks(2, group="gloo", dies={1: 7})
 @every_variant
 def test_a_rank_that_dies_is_named(rank: int, variant: str) -> None:
-    use_reports(variant)
+    assert use_reports(variant) == (variant == "beside it")
     ddp = wrapped(two_layers())
     train(ddp, torch.ones(4, 4), steps=2)
     if rank:

@@ -64,12 +64,15 @@ class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
             )
 
     def _reports_beside(self) -> Reports | None:
-        """Reports over a Gloo group beside a process group without the CPU, so that none waits for a device.
+        """Over Gloo, beside a process group without the CPU, so that no report waits for a device."""
+        serves_cpu = transport_device(self.process_group).type == "cpu"
+        return None if serves_cpu else self._reports_over_gloo()
 
-        None: the group has the CPU, or some rank could not connect and all send reports through the device.
+    def _reports_over_gloo(self) -> Reports | None:
+        """Reports over a Gloo group of their own. Collective.
+
+        None: some rank could not connect, and all ranks send their reports over the process group.
         """
-        if transport_device(self.process_group).type == "cpu":
-            return None
         # Keys that no other group of these ranks, and no earlier start of them, has used in the store.
         nonces = self.exchange.all_gather(secrets.token_hex(8).encode(), self.timeout_s)
         made = None
