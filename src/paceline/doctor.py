@@ -32,6 +32,7 @@ from paceline.launch.rank_process import python_command
 from paceline.launch.topology import read_machine, read_memory_limit, read_or_empty
 from paceline.launch.variables import MasterAddress, new_job_id, rank_variables
 from paceline.rendezvous.resource_limits import explain
+from paceline.versions import own_version
 
 FINE, NOTE, WRONG = "fine", "note", "wrong"
 
@@ -123,7 +124,7 @@ def _versions(root: Path) -> Iterator[Finding]:
         return
     best = _core.best_isa()
     (isa,) = (name for name, number in _core.ISAS.items() if number == best)
-    words = f"{importlib.metadata.version('paceline')}, kernels for {_ISA_WORDS.get(isa, isa)}"
+    words = f"{own_version()}, kernels for {_ISA_WORDS.get(isa, isa)}"
     yield Finding("paceline", FINE, words)
     for package, tested in _TESTED.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

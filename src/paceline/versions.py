@@ -1,4 +1,4 @@
-"""Checks the version of a framework, before any of its internals are used."""
+"""Paceline's own version, and the check of a framework's before any of its internals are used."""
 
 from __future__ import annotations
 

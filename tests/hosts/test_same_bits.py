@@ -23,7 +23,16 @@ STEPS = 7  # two epochs and one step
 @pytest.mark.parametrize("kind", ["averaged", "gpt"])
 @pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=needs_paddle)])
 def test_two_hosts_have_the_bits_of_one_process(framework: str, kind: str, layout: tuple[int, ...]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.hosts.same_bits", framework, kind, str(STEPS)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.hosts.same_bits_rank",
+        framework,
+        kind,
+        str(STEPS),
+    ]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Hosts(2, "1gbit") as hosts:
         alone = hosts.start(0, [*command, "by-hand"], {"OMP_NUM_THREADS": "1"}, **options)

@@ -498,10 +498,8 @@ def test_destroyed_process_groups_leave_no_thread_and_no_connection(rank, path, 
     def train(number: int) -> None:
         store = f"file://{tmp_path}/{number}"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
-        wrapped = DistributedDataParallel(network(), reduce_through="group" if path == "group" else "auto")
-        if path == "devices":
-            wrapped = wrap(network())
-        backward(wrapped, number, rank, 4)
+        through = {"devices": "hosts", "group": "group"}.get(path, "auto")
+        backward(DistributedDataParallel(network(), reduce_through=through), number, rank, 4)
         torch.distributed.destroy_process_group()
 
     train(0)

@@ -26,7 +26,7 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
-from paceline.health.peer_errors import look_at, takes_longer, why_left
+from paceline.health.peer_errors import stacks_hint, timeout_hint, why_left
 from paceline.rendezvous.resource_limits import START_OF_THREAD, explain
 
 Facts = Mapping[str, Any]
@@ -239,17 +239,17 @@ def _deadline(facts: Facts) -> PacelineError:
         where=_where(facts),
         seen=describe_late(facts),
         likely="it took another branch, is stuck in its data loader, or was stopped",
-        hint=_wait_longer(facts, facts["late"]),
+        hint=_late_hint(facts, facts["late"]),
         late=tuple(facts["late"]),
         rank=facts["rank"],
     )
 
 
-def _wait_longer(facts: Facts, ranks: Sequence[int]) -> str:
+def _late_hint(facts: Facts, ranks: Sequence[int]) -> str:
     """A hint: how to look at the first of these ranks that has a process here, and how to wait longer."""
     present = [facts["ranks"][rank] for rank in ranks if facts["ranks"][rank]["state"] == "alive"]
-    longer = takes_longer("it" if len(ranks) == 1 else "them")
-    return f"{look_at(present[0]['rank'], present[0]['pid'])}; {longer}" if present else longer
+    longer = timeout_hint("it" if len(ranks) == 1 else "them")
+    return f"{stacks_hint(present[0]['rank'], present[0]['pid'])}; {longer}" if present else longer
 
 
 def _no_rank_late(facts: Facts) -> PacelineError:
@@ -264,7 +264,7 @@ def _no_rank_late(facts: Facts) -> PacelineError:
         where=_where(facts),
         seen=describe_late({**facts, "late": [each["rank"] for each in facts["ranks"]]}),
         likely="a rank was stopped at the very end of its work",
-        hint=_wait_longer(facts, others),
+        hint=_late_hint(facts, others),
         rank=facts["rank"],
     )
 

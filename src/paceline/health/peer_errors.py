@@ -69,12 +69,12 @@ def is_of_a_late_peer(text: str) -> bool:
 # --- late ---
 
 
-def look_at(rank: int, pid: int, host: str = "") -> str:
+def stacks_hint(rank: int, pid: int, host: str = "") -> str:
     """A hint: the command that shows where a rank is."""
     return f"`paceline stacks {pid}`{f' on host {host}' if host else ''} shows where rank {rank} is"
 
 
-def takes_longer(whom: str = "it") -> str:
+def timeout_hint(whom: str = "it") -> str:
     """A hint that names the arguments that set the time-out."""
     return f"`timeout_s` of the wrapper or the group (or `timeout` of init_process_group) gives {whom} longer"
 
@@ -108,7 +108,7 @@ def late_by_records(records: Sequence[dict[str, Any]]) -> LateRanks:
         ranks_of(records),
         record_rows(records),
         "a rank skipped this backward, is stuck in its data loader, or was stopped",
-        f"{look_at(records[0]['rank'], records[0]['pid'])}; {takes_longer()}",
+        f"{stacks_hint(records[0]['rank'], records[0]['pid'])}; {timeout_hint()}",
     )
 
 
@@ -138,13 +138,13 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
             "all others answer, and wait:\n"
             + "\n".join(f"{each.describe()} {_words(answer)}" for each, answer in there),
             "a rank skipped a forward or a backward, or made one too many, and ranks wait in different calls",
-            f"make the same calls in the same order on every rank; {takes_longer('them')}",
+            f"make the same calls in the same order on every rank; {timeout_hint('them')}",
         )
     return LateRanks(
         tuple(member.rank for member, _ in busy),
         "\n".join(rows),
         "a rank skipped this backward, is stuck in its data loader, or in another call",
-        f"{look_at(busy[0][0].rank, busy[0][0].pid, busy[0][0].host)}; {takes_longer()}",
+        f"{stacks_hint(busy[0][0].rank, busy[0][0].pid, busy[0][0].host)}; {timeout_hint()}",
     )
 
 

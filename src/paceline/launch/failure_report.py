@@ -193,7 +193,7 @@ def alike(ends: Sequence[RankEnd], first: RankEnd) -> list[RankEnd]:
     return [end for end in ends if end.is_failure and describe_end(end) == describe_end(first)]
 
 
-def _but_for_numbers(end: RankEnd) -> tuple[str, ...]:
+def _without_numbers(end: RankEnd) -> tuple[str, ...]:
     """Where a rank failed, and its error without numbers: one traceback serves ranks that are equal in both.
 
     A text such as "device_ids=1 is not usable" differs from rank to rank only in the number of the rank.
@@ -245,8 +245,8 @@ def render(
     rest = others(ends, first)
     if rest:
         parts.append("\n".join(["paceline: the other ranks:", *(f"  {line}" for line in rest)]))
-    causes = {_but_for_numbers(end): end for end in ends if end.rank in held and not _severity(end)}
-    known = _but_for_numbers(first)
+    causes = {_without_numbers(end): end for end in ends if end.rank in held and not _severity(end)}
+    known = _without_numbers(first)
     shown = [end for key, end in causes.items() if end not in same and key != known]
     if not any(end.rank in raw for end in same):  # else it was shown directly above
         shown.append(first)

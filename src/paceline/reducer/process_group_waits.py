@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.collectives.straggler_warning import describe_unknown_stragglers, next_warning_s
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, warn
-from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error, takes_longer
+from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error, timeout_hint
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.plan import Plan
@@ -167,7 +167,7 @@ class ProcessGroupWaits:
             where=self._where(what),
             seen="the call did not complete; the process group does not say which rank is missing",
             likely="a rank skipped this backward, is stuck in its data loader, or died",
-            hint=f"look at the other ranks' output; {takes_longer('them')}",
+            hint=f"look at the other ranks' output; {timeout_hint('them')}",
         )
 
     def _where(self, what: int | str) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
-from paceline.health.peer_errors import takes_longer, unpack_failure
+from paceline.health.peer_errors import timeout_hint, unpack_failure
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.compressed_sums import CodedSums
@@ -219,5 +219,5 @@ class DeviceShards:
             f"{self._who.capitalize()} gave up waiting for its shards of the gradients.",
             seen=f"{self._num_ready} of {self._num_shards} have come",
             likely="a device of this host is stuck",
-            hint=f"look at the other ranks' output; {takes_longer('them')}",
+            hint=f"look at the other ranks' output; {timeout_hint('them')}",
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
 from paceline.health.liveness_check import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
-from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error, takes_longer
+from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error, timeout_hint
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.message_headers import Header, HostsTransport, Message
 
@@ -64,7 +64,7 @@ class PeerWaits:
             seen=text,
             likely="that rank skipped this backward, is stuck in its data loader, was stopped, or its host "
             "cannot be reached any more",
-            hint=f"look at that rank's own output; {takes_longer()}",
+            hint=f"look at that rank's own output; {timeout_hint()}",
             late=tuple(self._transport.ranks[host] for host in hosts),
         )
 

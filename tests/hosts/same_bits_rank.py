@@ -1,6 +1,6 @@
 """One rank of a training with virtual ranks over real links, or the same training by hand; prints the hash.
 
-same_bits.py FRAMEWORK KIND STEPS [by-hand]
+same_bits_rank.py FRAMEWORK KIND STEPS [by-hand]
 """
 
 from __future__ import annotations
